@@ -23,7 +23,7 @@ from medflare.core.message import Message
 from medflare.core.rng import torch_generator
 from medflare.core.states import StateDict, difference, moved
 from medflare.data.loading import SiteData, Split
-from medflare.federation.exchange import Reply
+from medflare.federation.exchange import Answer
 from medflare.federation.local import loop
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.settings import ENROL
@@ -261,7 +261,7 @@ class Lying(LocalExchange):
         super().__init__(*arguments)
         self.memory = {site: {} for site in self.liars}
 
-    def answer(self, site: str, step: Step, message: Message) -> Reply:
+    def answer(self, site: str, step: Step, message: Message) -> Answer:
         sent = Message(
             {
                 entry: {name: tensor.clone() for name, tensor in state.items()}
@@ -271,7 +271,7 @@ class Lying(LocalExchange):
         reply = super().answer(site, step, message)
         if site not in self.liars or reply.message is None:
             return reply
-        return Reply(type(self).lie(step, sent, reply.message, self.memory[site]))
+        return Answer(type(self).lie(step, sent, reply.message, self.memory[site]))
 
 
 @cache

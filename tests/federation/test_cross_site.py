@@ -12,7 +12,7 @@ from medflare.core.message import Message
 from medflare.data.local import LocalSettings
 from medflare.evaluation.presentation import method_tables
 from medflare.evaluation.results import validate_results
-from medflare.federation.exchange import Reply
+from medflare.federation.exchange import Answer
 from medflare.federation.local import loop
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant
@@ -71,7 +71,7 @@ def test_a_faulty_model_is_not_sent_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def spoilt(
         exchange: LocalExchange, step: Step, outgoing: dict[str, Message]
-    ) -> dict[str, Reply]:
+    ) -> dict[str, Answer]:
         replies = dict(honest(exchange, step, outgoing))
         if step.phase == FINALIZE:
             state = replies["site-1"].message[PERSONAL_MODEL]  # type: ignore[index]

@@ -11,7 +11,7 @@ import medflare
 from helpers.small_tasks import tiny_phantom
 from medflare.core.message import Message
 from medflare.core.rng import torch_generator
-from medflare.federation.exchange import Reply
+from medflare.federation.exchange import Answer
 from medflare.federation.local import loop
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.outcome import StepReport
@@ -84,7 +84,7 @@ class Drifting(LocalExchange):
 
     factor = 1.0
 
-    def answer(self, site: str, step: Any, message: Any) -> Reply:
+    def answer(self, site: str, step: Any, message: Any) -> Answer:
         sent = {name: tensor.clone() for name, tensor in message.states.get("model", {}).items()}
         reply = super().answer(site, step, message)
         if site == "site-2" and reply.message is not None and "model" in reply.message.states:

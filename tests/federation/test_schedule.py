@@ -7,7 +7,7 @@ import pytest
 
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
-from medflare.federation.exchange import Reply
+from medflare.federation.exchange import Answer
 from medflare.federation.participant import Participant, identity_of
 from medflare.federation.schedule import Federation
 from medflare.federation.settings import Rules
@@ -44,14 +44,14 @@ class Sites:
     def present(self, round: int) -> list[str]:
         return [name for name in self.members if name not in self.absent.get(round, set())]
 
-    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Answer]:
         self.requests.append((step.phase, step.round, tuple(outgoing)))
         answers = {
             site: self.members[site].answer(step.phase, step.round, message)
             for site, message in outgoing.items()
         }
         spoilt = {site: self.spoil(site, step, answer) for site, answer in answers.items()}
-        return {site: Reply(answer) for site, answer in spoilt.items() if answer is not None}
+        return {site: Answer(answer) for site, answer in spoilt.items() if answer is not None}
 
 
 def run(
@@ -283,7 +283,7 @@ def test_an_invitation_says_how_few_updates_a_step_may_combine(rules: Rules, com
     invitations: list[Message] = []
 
     class Noting(Sites):
-        def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+        def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Answer]:
             if step.phase == "enrol":
                 invitations.extend(outgoing.values())
             return super().__call__(step, outgoing)

@@ -15,7 +15,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.data.local import LocalSettings
 from medflare.federation.data_record import DataRecord, selection_digest
-from medflare.federation.exchange import Reply
+from medflare.federation.exchange import Answer
 from medflare.federation.local import loop
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import run_local
@@ -86,7 +86,7 @@ def replies(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def noted(
         exchange: LocalExchange, step: Step, outgoing: dict[str, Message]
-    ) -> dict[str, Reply]:
+    ) -> dict[str, Answer]:
         answered = call(exchange, step, outgoing)
         seen.extend(
             (step.phase, reply.message) for reply in answered.values() if reply.message is not None

@@ -96,7 +96,7 @@ def test_kits_list_components_by_full_names(kind: Any) -> None:
         "medflare.networks.foreign.trust",
         f"{EXECUTOR}X",
         f"{EXECUTOR}.execute",
-        "medflare.flare.executors.SimulatorHost",
+        "medflare.flare.executors.HostClient",
         STREAMER,
         "",
         None,
@@ -113,7 +113,7 @@ def test_a_component_that_is_not_listed_is_refused(name: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["medflare.flare.simulator.SimulatorHost", "medflare.flare.jobs.building.build_job"]
+    "name", ["medflare.flare.simulator.HostClient", "medflare.flare.jobs.building.build_job"]
 )
 def test_a_listed_name_that_is_no_component_is_refused(name: str) -> None:
     assert "no class derived from FLARE's FLComponent" in _refusal(name, [name])

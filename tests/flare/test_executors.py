@@ -33,7 +33,7 @@ from medflare.flare.liveness import Heartbeat
 from medflare.flare.messages import UNABLE, error_of, register_decomposers, to_message, to_shareable
 from medflare.flare.names import TASK_FILE
 from medflare.flare.participants import ParticipantSpec, anchor_data_root
-from medflare.flare.simulator import SimulatorHost
+from medflare.flare.simulator import HostClient
 from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import get_method
 from medflare.networks.catalogue import initial_network
@@ -344,7 +344,7 @@ def test_the_simulators_host(
         to_message(answered(own, fl_ctx, "train", model(task, step), round=step)) for step in (0, 1)
     ]
     register_decomposers()  # as FLARE does in every process of its own
-    host = SimulatorHost(simulator.pid)
+    host = HostClient(simulator.pid)
     assert not host.started()
     files = (
         str(place / "config" / TASK_FILE),
@@ -389,7 +389,7 @@ def same(one: Message, other: Message) -> None:
     assert one.meta == other.meta and squares.equal(one.states["model"], other.states["model"])
 
 
-def children_of(host: SimulatorHost) -> list[int]:
+def children_of(host: HostClient) -> list[int]:
     """The processes that serve a host's simulator: their command line names it."""
     expected = ["medflare.flare.simulator", str(host.simulator)]
     return [

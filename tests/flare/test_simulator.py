@@ -27,7 +27,7 @@ from medflare.flare import simulator
 from medflare.flare.flare_patches import connect_sites_by_files, quiet_ports
 from medflare.flare.messages import register_decomposers, to_bytes, to_shareable
 from medflare.flare.participants import ParticipantSpec
-from medflare.flare.simulator import Host, SimulatorHost, SiteWorker, limit_spinning
+from medflare.flare.simulator import Host, HostClient, SiteWorker, limit_spinning
 from medflare.methods.catalogue import get_method
 
 SPEC = {
@@ -107,7 +107,7 @@ def test_a_worker_gets_the_gpu_that_flare_gave_its_sites_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    host = SimulatorHost(0)
+    host = HostClient(0)
     requests = list[dict[str, object]]()
     host.folder.mkdir()
 
@@ -130,7 +130,7 @@ def test_a_worker_gets_the_gpu_that_flare_gave_its_sites_process(
 def test_flare_source_gives_a_sites_process_its_gpu_by_this_variable() -> None:
     """Detects a change of FLARE's source; it shows no behaviour.
 
-    After an upgrade of FLARE it can fail at a harmless rename. `SimulatorHost` reads the variable.
+    After an upgrade of FLARE it can fail at a harmless rename. `HostClient` reads the variable.
     """
     source = inspect.getsource(simulator_worker)
     assert 'os.environ["CUDA_VISIBLE_DEVICES"] = args.gpu' in source

@@ -3,9 +3,9 @@
 `loading.load_site_data` calls `decoded_once`. It takes each item of the datalist through these
 stages, in the order of this file:
 
-1. reading: `Source` reads the item's image and masks at their stored size (`data.reading`).
-2. decoding: `decoded_rows` checks them and cuts and resizes them; every picture, volume or slice of
-   a volume is one `DecodedRow`.
+1. reading: `Source` reads the item's image and masks, volumes in the task's spacing.
+2. decoding: `decoded_rows` checks and cuts them, scales intensities and size; every picture, volume
+   or slice of a volume is one `DecodedRow`.
 3. caching: `decoded_once` keeps the rows in memory or in a cache folder.
 
 `loading` then asks `Decoded.tensors` for the rows of each split.
@@ -101,8 +101,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Source:
-    """A site's images and masks at their stored size: its folder with datalist.json, which may name
-    files in further `folders`.
+    """A site's images and masks before they are resized: its folder with datalist.json, which may
+    name files in further `folders`.
     """
 
     root: Path
@@ -363,7 +363,7 @@ def decoded_rows(
     """
     preprocessing = Preprocessing(task)
     for number, entry in enumerate(entries, start):
-        # Reading: the item's files at their stored size.
+        # Reading: the item's files.
         try:
             image = source.image(entry)
             target = target_of(task, source, entry, image)
@@ -417,8 +417,8 @@ def _resized_spacing(
 
 
 def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Image) -> np.ndarray:
-    """The item's target at its stored size, int64: masks (M, ...); or a label (), multilabel (C,).
-    At a site without labels all is background or the first class.
+    """The item's target before it is resized, int64: masks (M, ...); or a label (), multilabel
+    (C,). At a site without labels all is background or the first class.
 
     Raises:
         DataError: a label or mask that does not fit the task or the image.

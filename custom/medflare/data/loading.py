@@ -4,8 +4,8 @@ An image goes through these stages; `load_site_data` calls one after the other:
 
 1. datalist: `site_folder` finds the site's folder, and `usable_entries` gives the items that the
    task can use, each with its split (`data.datalist`).
-2. reading and decoding: `decoding.decoded_once` reads every item's files (`data.reading`), and cuts
-   and resizes them to `DecodedRow`s, in memory or in the cache.
+2. reading and decoding: `decoding.decoded_once` reads every item's files (`data.reading`), cuts
+   them, scales intensities and size, and holds the `DecodedRow`s in memory or in the cache.
 3. loading: the rows of each split become the tensors of a `Split`.
 4. batches: while it trains, `training.site.Site` draws rows and takes them with `Split.take`.
 """
@@ -336,7 +336,7 @@ def open_source(
     folders: Sequence[str] = (),
     bounds: ImageBounds = ImageBounds(),
 ) -> Source:
-    """A site's images at their stored size; arguments as for `load_site_data`."""
+    """A site's images before they are resized; arguments as for `load_site_data`."""
     if root is None:
         return EmbeddedSource(Path(site), task)
     return Source(root, task, folders, bounds)

@@ -107,11 +107,11 @@ class Augmentation:
             # The generators and the deformation's grid are on the CPU.
             extra |= {"spatial_size": self._size, "device": torch.device("cpu")}
         if spatial and name == "RandSmoothDeform":
-            extra["grid_mode"] = [_image_mode(settings.get("grid_mode", "nearest")), "nearest"]
+            extra["grid_mode"] = [_interpolation(settings.get("grid_mode", "nearest")), "nearest"]
         if spatial and "mode" in inspect.signature(cls).parameters:
             # The other transforms sample a grid.
             nearest = "nearest-exact" if name == "RandZoom" else "nearest"
-            extra["mode"] = [_image_mode(settings.get("mode", "bilinear")), nearest]
+            extra["mode"] = [_interpolation(settings.get("mode", "bilinear")), nearest]
         return _construct("augment", {**settings, **extra})
 
     def _check_sizes(self, settings: Mapping[str, Any]) -> None:
@@ -174,7 +174,7 @@ def _check_size(name: str, before: Tensor, after: Tensor) -> None:
     )
 
 
-def _image_mode(mode: Any) -> str:
+def _interpolation(mode: Any) -> str:
     """The interpolation of the image; masks are always moved by the nearest pixel."""
     return str(mode if isinstance(mode, str) else mode[0])
 

@@ -15,7 +15,7 @@ from medflare.core.packages import CODE, versions
 from medflare.core.text import Json, JsonDict
 from medflare.data.acquisition import joined_range, read_range
 from medflare.evaluation.results import shares, versions_of_run
-from medflare.federation.exchange import Reply, Transport
+from medflare.federation.exchange import Answer, Transport
 from medflare.federation.protocol import (
     CLASS_COUNTS,
     COMBINED,
@@ -59,7 +59,7 @@ class Enrolment:
     finished: int
     max_client_weight: float | None = None
     combined_sites: int | None = None
-    _problems: dict[str, Reply] = field(default_factory=dict)  # of sites that are not enrolled
+    _problems: dict[str, Answer] = field(default_factory=dict)  # of sites that are not enrolled
     _heaviest: str = ""
 
     @cached_property
@@ -140,7 +140,7 @@ class Enrolment:
                     self._problems.pop(site, None)
                     self._add_member(site, round, reply.message)
                     continue
-                reply = Reply(None, problem, "rejected")
+                reply = Answer(None, problem, "rejected")
             if self._problems.get(site) != reply:  # it is invited at every step
                 context.events.add(reply.kind, reply.problem, site, round)
             self._problems[site] = reply

@@ -23,7 +23,7 @@ from medflare.methods.base import Step
 
 
 @dataclass
-class Reply:
+class Answer:
     """A site's reply: a message, or why there is none.
 
     Attributes:
@@ -39,19 +39,19 @@ class Reply:
     seconds: float = field(default=0.0, compare=False)
 
 
-Answers = dict[str, Reply]  # by site
+Answers = dict[str, Answer]  # by site
 
 
 class Exchange(Protocol):
-    """How messages reach the sites. A site's MedflareError becomes a Reply with a problem.
+    """How messages reach the sites. A site's MedflareError becomes an Answer with a problem.
 
-    Any other error of a site is a bug: FLARE makes it a Reply as well, the plain loop raises it.
+    Any other error of a site is a bug: FLARE makes it an Answer as well, the plain loop raises it.
     """
 
     def present(self, round: int) -> list[str]:
         """Names of the sites that can be reached in this round."""
 
-    def __call__(self, step: Step, outgoing: Messages) -> Mapping[str, Reply]:
+    def __call__(self, step: Step, outgoing: Messages) -> Mapping[str, Answer]:
         """Ask every site in `outgoing`; a site without an entry in the result is missing."""
 
 
@@ -71,10 +71,10 @@ class Transport:
         Without a reply its kind is "missing".
         """
         replies = self.exchange(step, outgoing) if outgoing else {}
-        missing = Reply(None, f"no answer to {step_name(step.phase, step.round)}", "missing")
+        missing = Answer(None, f"no answer to {step_name(step.phase, step.round)}", "missing")
         valid = {}
         for site in sorted(outgoing):
-            reply = _validated(replies.get(site, missing), site, step.phase)
+            reply = _well_formed(replies.get(site, missing), site, step.phase)
             cost = self.outcome.costs.setdefault(site, SiteCost())
             cost.down_bytes += outgoing[site].nbytes
             if reply.message is not None:
@@ -95,7 +95,7 @@ def with_step_number(message: Message, index: int, rounds: int) -> Message:
     return request
 
 
-def _validated(reply: Reply, site: str, phase: str) -> Reply:
+def _well_formed(reply: Answer, site: str, phase: str) -> Answer:
     """The reply, or its problem.
 
     `update_validation.updates` checks what the phases of a method declare.
@@ -110,4 +110,4 @@ def _validated(reply: Reply, site: str, phase: str) -> Reply:
             problem = declaration_problem(reply.message, *REPORTS_OF_ALL[phase])
     if problem is None:
         return reply
-    return Reply(None, reason_line(problem), "rejected", reply.seconds)
+    return Answer(None, reason_line(problem), "rejected", reply.seconds)

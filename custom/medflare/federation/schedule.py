@@ -171,7 +171,7 @@ class Federation:
             self.events.add("stopped_early", text, round=done - 1)
         return shorter
 
-    def _participants(
+    def _sites_to_ask(
         self, step: Step, members: list[str], attempt: int, failed: Collection[str]
     ) -> list[str]:
         """The sites to ask, sorted.
@@ -214,7 +214,7 @@ class Federation:
         started = time.monotonic()
 
         # 1. Ask; 2. refuse.
-        validated = self._asked(index, step, enrolment)
+        validated = self._usable_replies(index, step, enrolment)
         accepted = validated.accepted
         self.drift.remember(exchange_name(step), validated.sketches)
         for site, reason in validated.suspicious.items():
@@ -245,7 +245,7 @@ class Federation:
         name = step_name(step.phase, step.round, self._context.rounds)
         return named_errors(f"the server in {name}", type(self.server))
 
-    def _asked(self, index: int, step: Step, enrolment: Enrolment) -> Validated:
+    def _usable_replies(self, index: int, step: Step, enrolment: Enrolment) -> Validated:
         """Enough usable replies, and why others are not usable; a step with too few is repeated.
 
         Raises:
@@ -254,13 +254,13 @@ class Federation:
         failed = set[str]()
         for attempt in range(_REPEATS + 1):
             members = enrolment.members(step)
-            participants = self._participants(step, members, attempt, failed)
+            participants = self._sites_to_ask(step, members, attempt, failed)
             outgoing = {}
             for site in participants:
                 with self._of_server(step):
                     request = self.server.configure(step, site)
                 outgoing[site] = with_step_number(request, index, self._context.rounds)
-            validated = self._exchange(step, outgoing)
+            validated = self._validated_replies(step, outgoing)
             usable = len(validated.accepted)
             if usable >= self._needed:
                 break
@@ -276,7 +276,7 @@ class Federation:
             failed |= validated.rejected.keys()
         return validated
 
-    def _exchange(self, step: Step, outgoing: Messages) -> Validated:
+    def _validated_replies(self, step: Step, outgoing: Messages) -> Validated:
         """The validated replies, and site -> reason for every other site.
 
         Each reason becomes an event.

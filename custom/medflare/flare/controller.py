@@ -39,8 +39,8 @@ from medflare.flare.flare_patches import (
 )
 from medflare.flare.liveness import ALIVE, LONG_POLL, WORK
 from medflare.flare.names import NO_TABLE, TASK_FILE
-from medflare.flare.participants import interrupted_id
-from medflare.flare.simulator import SimulatorHost, limit_spinning
+from medflare.flare.participants import checked_job_id
+from medflare.flare.simulator import HostClient, limit_spinning
 from medflare.flare.tracking import GROUP, MLFLOW, MLflowTracker, Progress
 
 if TYPE_CHECKING:
@@ -319,7 +319,7 @@ class MedflareController(Controller):
         folder = Path(fl_ctx.get_workspace().get_root_dir()) / FOLDER
         for job in (fl_ctx.get_job_id(), self.resume):
             if job:
-                yield folder / interrupted_id(job)
+                yield folder / checked_job_id(job)
 
     def _start_host(self, fl_ctx: FLContext) -> None:
         """In the simulator: start the host of the sites' workers.
@@ -329,7 +329,7 @@ class MedflareController(Controller):
         limit_spinning(os.environ)
         method = self.site_algorithm or str(getattr(self._aggregator(fl_ctx), "method_name", ""))
         try:
-            SimulatorHost(os.getpid()).start(method, str(self._task_file(fl_ctx)))
+            HostClient(os.getpid()).start(method, str(self._task_file(fl_ctx)))
         except OSError as error:
             self.log_warning(
                 fl_ctx, f"medflare: each site's process imports what it needs: {error}"

@@ -44,10 +44,10 @@ from medflare.flare.participants import (
     ParticipantSpec,
     ResultContext,
     anchor_data_root,
-    interrupted_id,
+    checked_job_id,
     load_ahead,
 )
-from medflare.flare.simulator import SimulatorHost
+from medflare.flare.simulator import HostClient
 
 if TYPE_CHECKING:
     from medflare.federation.participant import Participant
@@ -82,7 +82,7 @@ class MedflareExecutor(Executor):
         self._participant: Participant | None = None
         self._abort_signal = Signal()
         self._heartbeat = Heartbeat()
-        self._host = SimulatorHost(os.getppid())
+        self._host = HostClient(os.getppid())
         self._preload = threading.Thread(
             target=load_ahead, args=(self.method_name,), name="medflare_preload", daemon=True
         )
@@ -158,7 +158,7 @@ class MedflareExecutor(Executor):
         job = fl_ctx.get_job_id()
         resumed = None
         if self.resume:
-            interrupted = Path(workspace.get_run_dir(interrupted_id(self.resume)))
+            interrupted = Path(workspace.get_run_dir(checked_job_id(self.resume)))
             resumed = find_private_folder(interrupted)
         return ParticipantSpec(
             name=fl_ctx.get_identity_name(),

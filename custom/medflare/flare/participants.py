@@ -70,7 +70,7 @@ class ParticipantSpec:
         """The site's participant; it reads its data when the first task needs them.
 
         Args:
-            shares: see `Participant`, if the site's own setting does not say so.
+            shares: as the site's own setting `share_model`.
 
         Raises:
             ConfigError: the task, the method or the site's local settings are wrong.
@@ -195,7 +195,7 @@ def load_ahead(method: str, task_file: str = "") -> None:
     gc.freeze()
 
 
-def interrupted_id(job: str) -> str:
+def checked_job_id(job: str) -> str:
     """The id of a job to resume, safe as a folder's name.
 
     Raises:

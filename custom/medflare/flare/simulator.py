@@ -56,7 +56,7 @@ _IDLE = 60.0
 _log = logging.getLogger(__name__)
 
 
-class SimulatorHost:
+class HostClient:
     """The host of one simulator, as the simulator's processes see it.
 
     Args:

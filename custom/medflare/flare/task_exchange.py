@@ -22,7 +22,7 @@ from nvflare.fuel.utils.memory_utils import try_malloc_trim
 from medflare.core.errors import Aborted, ConfigError, UpdateError
 from medflare.core.message import Message
 from medflare.core.text import Say
-from medflare.federation.exchange import Answers, Reply
+from medflare.federation.exchange import Answer, Answers
 from medflare.federation.settings import (
     CROSS_SITE,
     ENROL,
@@ -53,7 +53,7 @@ class _PendingReply:
     sent: float
     fetched: float | None = None
     shareable: Shareable | None = None  # the reply, until it has been read
-    reply: Reply | None = None
+    reply: Answer | None = None
     seconds: float = 0.0  # from fetching the task to the reply
     reported: float = 0.0  # seconds of work when the site was last reported as slow
 
@@ -267,7 +267,7 @@ class TaskExchange:
                 for site, site_task in pending.items():
                     if self._gone(site, site_task, busy):
                         self._lost.add(site)
-                        missing[site] = Reply(
+                        missing[site] = Answer(
                             problem=f"no sign of life in {_name(step)}; going on without the site",
                             kind="missing",
                         )
@@ -295,7 +295,7 @@ class TaskExchange:
         return time.monotonic() - max(self.heard.get(site, 0.0), since)
 
 
-def read_reply(shareable: Shareable) -> Reply:
+def read_reply(shareable: Shareable) -> Answer:
     """What a site sent, as the schedule uses it: a message, or why there is none.
 
     Raises:
@@ -304,26 +304,26 @@ def read_reply(shareable: Shareable) -> Reply:
     try:
         problem = error_of(shareable)
         if problem is not None:
-            return Reply(problem=problem, kind="failed")
-        return Reply(to_message(shareable))
+            return Answer(problem=problem, kind="failed")
+        return Answer(to_message(shareable))
     except MemoryError:
         raise
     except UpdateError as error:
-        return Reply(problem=str(error), kind="rejected")
+        return Answer(problem=str(error), kind="rejected")
     except Exception as error:
         # FLARE carries whatever a filter or an attacker puts into a reply; it must cost this site's
         # update only.
         problem = f"its reply cannot be read ({type(error).__name__}: {error})"
-        return Reply(problem=problem, kind="rejected")
+        return Answer(problem=problem, kind="rejected")
 
 
-def _read(site_task: _PendingReply) -> Reply:
+def _read(site_task: _PendingReply) -> Answer:
     """The site's reply; it is read once."""
     if site_task.shareable is not None:
         shareable = site_task.shareable
         site_task.shareable = None
         site_task.reply = replace(read_reply(shareable), seconds=site_task.seconds)
-    return site_task.reply or Reply(problem="no answer", kind="missing")
+    return site_task.reply or Answer(problem="no answer", kind="missing")
 
 
 def _late_replies(step: Step, pending: Mapping[str, _PendingReply], timeout: float) -> Answers:
@@ -332,7 +332,7 @@ def _late_replies(step: Step, pending: Mapping[str, _PendingReply], timeout: flo
     for site, site_task in pending.items():
         state = "had not fetched its task" if site_task.fetched is None else "was still at work"
         problem = f"{_name(step)} was closed after {timeout:g} s; the site {state}"
-        replies[site] = Reply(problem=problem, kind="late")
+        replies[site] = Answer(problem=problem, kind="late")
     return replies
 
 

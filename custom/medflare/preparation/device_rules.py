@@ -117,7 +117,7 @@ def _resized(common: Settings, stopwatch: Stopwatch, wanted: int) -> tuple[Choic
     for side in (wanted, *smaller):
         size = scaled(median, side)
         whole = {"image_mode": "resize", "size": size, "spacing": None}
-        if stopwatch.is_fast(load_task(common | whole)):
+        if stopwatch.seems_fast(load_task(common | whole)):
             break
     reason = "the largest size for the minutes of a round"
     if side == wanted:
@@ -152,7 +152,7 @@ def _patches(common: Settings, stopwatch: Stopwatch) -> tuple[Choice, ...]:
             Choice("size", size, "of a patch, for the minutes of a round"),
             Choice("patches_per_image", patches, covered),
         )
-        if stopwatch.is_fast(load_task(common | chosen_settings(choices))):
+        if stopwatch.seems_fast(load_task(common | chosen_settings(choices))):
             return choices
     return ()
 
@@ -166,12 +166,12 @@ def picture_size(settings: Settings, stopwatch: Stopwatch, step: int) -> Choice 
         step: sides are multiples of it.
     """
     size = list(settings["size"])
-    seconds = stopwatch.seconds(load_task(settings))
+    seconds = stopwatch.measured_seconds(load_task(settings))
     # Each time is measured: of a small image, a step takes longer than its pixels say.
     while seconds > stopwatch.limit and max(size) > step:
         scale = (stopwatch.limit / seconds) ** (1 / len(size))
         size = [max(step, int(side * scale / step) * step) for side in size]
-        seconds = stopwatch.seconds(load_task({**settings, "size": size}))
+        seconds = stopwatch.measured_seconds(load_task({**settings, "size": size}))
     if size == list(settings["size"]):
         return None
     full = format_shape(settings["size"])

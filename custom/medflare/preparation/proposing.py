@@ -135,16 +135,16 @@ def propose(root: Path, hints: TaskHints) -> ProposedTask:
     segments = summary.settings["kind"] == "segmentation"
     if hints.size and len(hints.size) != dims:
         raise ConfigError(f"--size {','.join(map(str, hints.size))}: images have {dims} dimensions")
-    learnt = summary.settings | {"metric": "dice" if segments else "f1_macro"}
-    task = load_task({**UNDECIDED, **learnt, "size": list(hints.size or [64] * dims)})
+    of_data = summary.settings | {"metric": "dice" if segments else "f1_macro"}
+    task = load_task({**UNDECIDED, **of_data, "size": list(hints.size or [64] * dims)})
     sites = fingerprints(root, task, sample=_READ)
     modality = _modality(sites, summary, hints)
     device = usable_device(os.environ.get(DEVICE_VARIABLE, "cpu"), DEVICE_VARIABLE)
     stopwatch = Stopwatch(sites, device, hints.memory, limit=60 * hints.minutes)
     if segments:
-        proposed = _segmentation(stopwatch, modality.value, hints, learnt)
+        proposed = _segmentation(stopwatch, modality.value, hints, of_data)
     else:
-        proposed = _classification(sites, modality.value, hints, learnt)
+        proposed = _classification(sites, modality.value, hints, of_data)
     if hints.network:
         proposed = _changed(proposed, [Choice("network", {"name": hints.network}, "as given")])
     proposed = dataclasses.replace(
@@ -156,7 +156,7 @@ def propose(root: Path, hints: TaskHints) -> ProposedTask:
         proposed = _with_pretrained(proposed, sites, hints)
     else:
         proposed = _within_minutes(proposed, hints, stopwatch)
-    proposed = _with_time(proposed, hints, stopwatch)
+    proposed = _with_rate_and_epochs(proposed, hints, stopwatch)
     check_task(load_task(proposed.settings))
     return proposed
 
@@ -577,18 +577,18 @@ def _batch_size(sites: Fingerprints) -> Choice:
 
 
 def _segmentation(
-    stopwatch: Stopwatch, modality: Modality, hints: TaskHints, learnt: Settings
+    stopwatch: Stopwatch, modality: Modality, hints: TaskHints, of_data: Settings
 ) -> ProposedTask:
     """nnU-Net's rules where the device keeps to the minutes of a round; otherwise a small U-Net, or
     as `hints.size` says.
     """
     sites = stopwatch.sites
     if stopwatch.device.type != "cpu" and not hints.size:
-        planned = plan(sites, modality=modality, memory=hints.memory, name=learnt["name"])
-        if stopwatch.seconds(load_task(planned.settings)) <= stopwatch.limit:
+        planned = plan(sites, modality=modality, memory=hints.memory, name=of_data["name"])
+        if stopwatch.measured_seconds(load_task(planned.settings)) <= stopwatch.limit:
             return planned
-    proposed = plan(sites, modality=modality, memory=None, name=learnt["name"])
-    settings = {**UNDECIDED, "size": [64] * learnt["spatial_dims"], **proposed.settings}
+    proposed = plan(sites, modality=modality, memory=None, name=of_data["name"])
+    settings = {**UNDECIDED, "size": [64] * of_data["spatial_dims"], **proposed.settings}
     if hints.size:
         choices = _resized_as_given(sites, hints.size)
     else:
@@ -615,12 +615,12 @@ def _resized_as_given(sites: Fingerprints, size: Sequence[int]) -> tuple[Choice,
 
 
 def _classification(
-    sites: Fingerprints, modality: Modality, hints: TaskHints, learnt: Settings
+    sites: Fingerprints, modality: Modality, hints: TaskHints, of_data: Settings
 ) -> ProposedTask:
     """medflare's own rules: resized images, a network by their number, balanced classes if some are
     rare.
     """
-    dims = learnt["spatial_dims"]
+    dims = of_data["spatial_dims"]
     images = sum(site.images for site in sites)
     size = Choice("size", list(hints.size), "as given") if hints.size else _size(sites, dims)
     counts = {}
@@ -645,7 +645,7 @@ def _classification(
         network = Choice("network", {"name": _SMALL}, reason)
     reason = f"{most} is shown {counts[most]} times, {fewest} {counts[fewest]} times"
     sampling = Choice("sampling", "shuffle", reason)
-    if learnt["target"] == "multiclass" and counts[most] > _IMBALANCE * counts[fewest]:
+    if of_data["target"] == "multiclass" and counts[most] > _IMBALANCE * counts[fewest]:
         reason += "; every class is drawn equally often"
         sampling = Choice("sampling", "balanced", reason)
     choices: tuple[Choice, ...] = (
@@ -655,17 +655,16 @@ def _classification(
         Choice("augment", augment, turned),
         sampling,
         Choice("loss", {"name": "ce"}, "cross entropy"),
-        # `_with_time` sets the rate.
         Choice("optimizer", UNDECIDED["optimizer"], ""),
         _batch_size(sites),
         Choice("local_epochs", 1, "a round is an epoch of the site's images"),
         Choice("metric", "f1_macro", "a rare class counts as much as a common one"),
     )
-    if learnt["target"] == "multiclass" and _are_grades(learnt["labels"]):
+    if of_data["target"] == "multiclass" and _are_grades(of_data["labels"]):
         metrics = [*default_metrics("classification"), "quadratic_kappa"]
         reason = "classes are numbered grades: kappa weighs by how many grades an answer is off"
         choices += (Choice("metrics", metrics, reason),)
-    return ProposedTask(learnt | chosen_settings(choices), choices, source="")
+    return ProposedTask(of_data | chosen_settings(choices), choices, source="")
 
 
 def _are_grades(labels: Sequence[str]) -> bool:
@@ -710,7 +709,7 @@ def _within_minutes(planned: ProposedTask, hints: TaskHints, stopwatch: Stopwatc
     if hints.network or hints.pretrained or is_smallest:
         return proposed
     task = load_task(proposed.settings)
-    is_fast = stopwatch.seconds(task) <= stopwatch.limit
+    is_fast = stopwatch.measured_seconds(task) <= stopwatch.limit
     if is_fast and max(task.size) >= 2 * _STEP:  # as `_classification` has it
         return proposed
     name = large.settings["network"]["name"]
@@ -733,12 +732,14 @@ def _with_fast_size(proposed: ProposedTask, hints: TaskHints, stopwatch: Stopwat
     return _changed(proposed, [smaller])
 
 
-def _with_time(proposed: ProposedTask, hints: TaskHints, stopwatch: Stopwatch) -> ProposedTask:
+def _with_rate_and_epochs(
+    proposed: ProposedTask, hints: TaskHints, stopwatch: Stopwatch
+) -> ProposedTask:
     """The task with learning rate and local epochs, and with its time."""
     task = load_task(proposed.settings)
     rate, reason = usual_rate(task)
     optimizer = Choice("optimizer", {**task.optimizer, "lr": rate}, reason)
-    seconds = stopwatch.seconds(task)
+    seconds = stopwatch.measured_seconds(task)
     epochs = local_epochs(task, stopwatch, seconds)
     seconds *= epochs.value
     time = (

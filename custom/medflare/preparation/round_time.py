@@ -42,7 +42,7 @@ class Stopwatch:
         self._seconds_per_operation: float | None = None
         self._steps: dict[str, StepCost] = {}  # settings of a step -> what it took
 
-    def is_fast(self, task: TaskConfig) -> bool:
+    def seems_fast(self, task: TaskConfig) -> bool:
         """Whether a round keeps to the limit, by the operations of a step and this device's speed
         with a small network.
         """
@@ -53,7 +53,7 @@ class Stopwatch:
         seconds = self._seconds_per_operation * step_operations(task) * task.batch_size
         return round_seconds(task, self.sites, seconds) <= self.limit
 
-    def seconds(self, task: TaskConfig) -> float:
+    def measured_seconds(self, task: TaskConfig) -> float:
         """Of a round of FedAvg, if the sites train one after the other."""
         return round_seconds(task, self.sites, self.measured(task).seconds)
 

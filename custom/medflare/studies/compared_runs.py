@@ -30,7 +30,7 @@ from medflare.studies.statistics import (
     delong_by_class,
     study_values,
 )
-from medflare.studies.tables import bounds_text, delong_text, spread
+from medflare.studies.tables import delong_text, interval_text, spread
 
 _MODEL = "deployed"
 # Settings of the task without which two values are not of the same quantity.
@@ -180,5 +180,5 @@ def _difference(compared: Comparison) -> str:
         return UNDEFINED
     text = f"{compared.difference:+.3f}"
     if compared.interval is not None:
-        text += f" ({bounds_text(compared)})"
+        text += f" ({interval_text(compared)})"
     return f"{text}, n = {compared.n}"

@@ -571,7 +571,7 @@ def _selected(cases: CaseTable, rows: NDArray[Any]) -> CaseTable:
     return {name: column[rows] for name, column in cases.items()}
 
 
-def _has_interval(sites: Sequence[_SitePairs]) -> bool:
+def _enough_patients(sites: Sequence[_SitePairs]) -> bool:
     patients = [site.patients for site in sites]
     return min(patients, default=0) >= 2 and has_interval(sum(patients))
 
@@ -581,7 +581,7 @@ def _percentile_interval(sites: Sequence[_SitePairs], metric: str) -> Interval |
     else it is undefined.
     """
     fewest = min((_fewest_patients(site, metric) for site in sites), default=0)
-    if fewest < 2 or not _has_interval(sites):
+    if fewest < 2 or not _enough_patients(sites):
         return None
     rng = numpy_generator(0, "bootstrap over patients")
     values = []
@@ -649,7 +649,7 @@ def _mean_gain(site: _SitePairs, metric: str, counts: Floats) -> Floats | None:
 
 
 def _interval(sites: Sequence[_SitePairs], metric: str) -> Interval | None:
-    if not _has_interval(sites):
+    if not _enough_patients(sites):
         return None
 
     def statistic(*drawn: NDArray[np.int64], axis: int = -1) -> Floats:
@@ -680,10 +680,10 @@ def _interval(sites: Sequence[_SitePairs], metric: str) -> Interval | None:
 def _wilcoxon(sites: Sequence[_SitePairs]) -> float | None:
     """The p-value over patients, each with its mean difference over runs; None below two."""
     gains = {}
-    for class_index, site in enumerate(sites):
+    for number, site in enumerate(sites):
         for run, (first, second) in enumerate(site.pairs):
             gain = second["values"] - first["values"]
-            gains[class_index, run] = pd.Series(gain, first["patients"])
+            gains[number, run] = pd.Series(gain, first["patients"])
     differences = pd.concat(gains).groupby(level=[0, 2]).mean()
     if len(differences) < 2:
         return None

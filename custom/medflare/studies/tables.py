@@ -151,10 +151,10 @@ class Difference:
         return [
             self.role,
             f"{seeds.difference:+.3f}",
-            bounds_text(seeds),
+            interval_text(seeds),
             p_text(seeds.p),
             str(seeds.n or UNDEFINED),
-            bounds_text(patients),
+            interval_text(patients),
             p_text(patients.p, " (Wilcoxon)"),
             str(patients.n or UNDEFINED),
             p_text(adjusted_p),
@@ -164,7 +164,7 @@ class Difference:
         ]
 
 
-def bounds_text(comparison: Comparison) -> str:
+def interval_text(comparison: Comparison) -> str:
     """The interval."""
     if comparison.interval is None:
         return UNDEFINED

@@ -52,8 +52,8 @@ class Site:
         rate_factor: factor of the learning rate in this round, by the task's schedule; set before
             every step.
         start: initial weights of the task's network; None: drawn at random.
-        source: task -> the site's images at their stored size, read as that task says; None for a
-            site made of data in memory.
+        source: task -> the site's images before they are resized, read as that task says; None for
+            a site made of data in memory.
         computing: device, precision and memory format of networks and batches.
         batch_limit: most images that go through a network at once here; None for no limit.
         annotation: the structures that losses and metrics are about.

@@ -25,7 +25,7 @@ from medflare.core.errors import Aborted, ConfigError, MedflareError, StepFailed
 from medflare.core.message import Message, Messages
 from medflare.core.store import SEPARATOR, flat
 from medflare.core.text import JsonDict
-from medflare.federation.exchange import Answers, Reply
+from medflare.federation.exchange import Answer, Answers
 from medflare.federation.participant import Participant, import_ahead
 from medflare.federation.protocol import RUN_ROUNDS
 from medflare.federation.settings import step_name
@@ -58,7 +58,7 @@ class LocalExchange:
     def __call__(self, step: Step, outgoing: Messages) -> Answers:
         return {site: self.answer(site, step, outgoing[site].copied()) for site in sorted(outgoing)}
 
-    def answer(self, site: str, step: Step, message: Message) -> Reply:
+    def answer(self, site: str, step: Step, message: Message) -> Answer:
         """One site's reply, or its MedflareError as a problem.
 
         Raises:
@@ -66,14 +66,15 @@ class LocalExchange:
             StepFailed: the method's code has a bug.
         """
         started = time.monotonic()
-        reply = Reply()
+        reply = Answer()
         try:
             if site not in self.participants or self.forgetful:
                 self.participants[site] = self.open_participant(site)
             participant = self.participants[site]
             name = step_name(step.phase, step.round, message.get(RUN_ROUNDS))
             with named_errors(f"site {site} in {name}", participant.method.site_class):
-                reply.message = participant.answer(step.phase, step.round, message)
+                message = participant.answer(step.phase, step.round, message)
+            reply.message = message.aligned()
         except Aborted:
             raise
         except MedflareError as error:
@@ -107,7 +108,7 @@ def receive(connection: Connection) -> tuple[JsonDict, Message]:
     states = {}
     for entry, names in header["names"].items():
         states[entry] = {name: tensors[f"{entry}{SEPARATOR}{name}"] for name in names}
-    return header["words"], Message(states, header["meta"])
+    return header["words"], Message(states, header["meta"]).aligned()
 
 
 @dataclass
@@ -173,21 +174,21 @@ class ForkedExchange(LocalExchange):
         process.join()
         return process.exitcode or 0
 
-    def _reply(self, site: str, step: Step) -> Reply:
+    def _reply(self, site: str, step: Step) -> Answer:
         where = step_name(step.phase, step.round)
         try:
             words, message = receive(self._forks[site][1])
         except (EOFError, ConnectionError):
             code = self._end(site)
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            return Reply(problem=f"site {site}: its process ended in {where} ({how})")
+            return Answer(problem=f"site {site}: its process ended in {where} ({how})")
         if "bug" in words:
             raise StepFailed(words["bug"]) from RuntimeError(words["trace"])
         if "trace" in words:
             raise RuntimeError(f"site {site} failed in {where}:\n{words['trace']}")
         if "aborted" in words:
             raise Aborted(words["aborted"])
-        reply = Reply(**words)
+        reply = Answer(**words)
         if not reply.problem:
             reply.message = message
         return reply

@@ -131,8 +131,8 @@ def validate_replies(
 
     name = exchange_name(step)
     usual = {entry: drift.usual_length(name, entry) for entry in updates}
-    long, doubted = _too_long(updates, usual)
-    rejected |= long
+    too_long, doubted = _too_long(updates, usual)
+    rejected |= too_long
     accepted = _without(accepted, rejected)
     network = StateSpec.like(context.plan.template(), "").tensors.items()
     compared = []  # entries with weights of the task's network
@@ -144,8 +144,8 @@ def validate_replies(
             salt = " ".join(f"{square:.3g}" for square in squares)
             if accepted:
                 sketches[entry] = drift.sketch(name, entry, accepted, outgoing, salt)
-    long, drifting = drift.drifting(name, sketches, images)
-    rejected |= long
+    drifted, drifting = drift.drifting(name, sketches, images)
+    rejected |= drifted
     accepted = _without(accepted, rejected)
     updates = {entry: update.of(accepted) for entry, update in updates.items()}
     clipped = _clip(updates, accepted, outgoing)
