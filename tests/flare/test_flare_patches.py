@@ -32,9 +32,12 @@ from nvflare.app_common.logging.job_log_receiver import JobLogReceiver
 from nvflare.app_common.np.np_downloader import ArrayConsumer, ArrayDownloadable
 from nvflare.app_common.streamers import file_streamer
 from nvflare.app_common.streamers import streamer_base as stream_base
+from nvflare.fuel.f3 import mpm
 from nvflare.fuel.f3.cellnet import cell
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType
+from nvflare.fuel.f3.cellnet.fqcn import FqcnInfo
+from nvflare.fuel.f3.endpoint import Endpoint
 from nvflare.fuel.f3.message import Message
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.stream_const import StreamDataType, StreamHeaderKey
@@ -48,7 +51,7 @@ from nvflare.fuel.utils.fobs import FOBSContextKey
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 from nvflare.private.admin_defs import Message as AdminMessage
 from nvflare.private.defs import CellMessageHeaderKeys, RequestHeader, new_cell_message
-from nvflare.private.fed.app.simulator import simulator_runner
+from nvflare.private.fed.app.simulator import simulator_runner, simulator_worker
 from nvflare.private.fed.client import client_runner
 from nvflare.private.fed.client.admin import FedAdminAgent
 from nvflare.private.fed.client.client_engine import ClientEngine
@@ -124,13 +127,38 @@ def test_a_site_obeys_its_server_alone_and_runs_no_shell_command(
         assert refusal in answer.payload.body and refusal in events[0]
 
 
+@pytest.mark.parametrize(
+    ("cell", "endpoint", "is_heard"),
+    [
+        ("site-1", "server", True),
+        ("site-1", f"site-1.{KIT_JOB}", True),
+        (f"site-1.{KIT_JOB}", "site-1", True),
+        ("site-1", "site-2", False),
+        (f"site-1.{KIT_JOB}", "site-2", False),
+        ("server", "site-2", True),
+    ],
+)
+def test_a_site_hears_the_server_and_its_own_processes_alone(
+    cell: str, endpoint: str, is_heard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of an endpoint is that of its certificate, and any party can be at an address."""
+    monkeypatch.setattr(CoreCell, "_process_received_msg", lambda *words: "heard")
+    monkeypatch.setattr(FedAdminAgent, "_dispatch_request", FedAdminAgent._dispatch_request)
+    obey_the_server_alone.__wrapped__()
+    receiver = CoreCell.__new__(CoreCell)
+    receiver.my_info = FqcnInfo(cell)
+    message = new_cell_message({MessageHeaderKey.ORIGIN: "server"}, None)
+    heard = receiver._process_received_msg(Endpoint(endpoint), None, message)
+    assert (heard == "heard") == is_heard
+
+
 @pytest.mark.parametrize("refusal", ["BYOC not permitted", ""])
 def test_a_job_lies_in_its_folder_only_when_it_is_authorized(
     refusal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the server could start another job with its code on the path."""
-    for folder in ("startup", "local"):
-        (tmp_path / folder).mkdir()
+    for of_kit in ("startup", "local"):
+        (tmp_path / of_kit).mkdir()
     workspace = Workspace(str(tmp_path), "site-1")
     folder = tmp_path / KIT_JOB
     seen: list[str] = []
@@ -638,16 +666,19 @@ def test_flare_source_waits_for_seconds_between_two_looks() -> None:
     source = inspect.getsource(simulator_runner.SimulatorClientRunner)
     assert "time.sleep(1.0)" in source and "time.sleep(interval)" in source
     assert "time.sleep(0.5)" in inspect.getsource(client_runner.ClientRunner.init_run)
+    assert "time.sleep(shutdown_grace_time)" in inspect.getsource(mpm.MainProcessMonitor)
+    assert "time.sleep(interval)" in inspect.getsource(simulator_worker.ClientTaskWorker)
 
 
 def test_the_simulator_looks_ten_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulator_runner, "time", simulator_runner.time)
+    for module in (simulator_runner, mpm):
+        monkeypatch.setattr(module, "time", module.time)
     look_often()
     slept: list[float] = []
     monkeypatch.setattr("time.sleep", slept.append)
-    for seconds in (1.0, 0.02):
-        simulator_runner.time.sleep(seconds)
-    assert slept == [0.1, 0.02] and simulator_runner.time.time() > 0
+    for module, seconds in ((simulator_runner, 1.0), (simulator_runner, 0.02), (mpm, 3.0)):
+        module.time.sleep(seconds)
+    assert slept == [0.1, 0.02, 0.1] and simulator_runner.time.time() > 0
 
 
 def test_the_simulator_takes_its_ports_from_the_patch(monkeypatch: pytest.MonkeyPatch) -> None:

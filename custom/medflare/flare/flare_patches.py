@@ -17,12 +17,13 @@ from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
 from nvflare.apis.fl_context import FLContext
+from nvflare.fuel.f3 import mpm
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.utils.config import ConfigFormat, ConfigLoader
 from nvflare.fuel.utils.config_factory import ConfigFactory
 from nvflare.private.fed.app import default_app_validator
 
-from medflare.flare import simulator_worker
+from medflare.flare import simulator_site
 
 _SIMULATOR = "nvflare.private.fed.app.simulator.simulator_runner"
 # Above services, below the ports that systems hand out (Linux: from 32768).
@@ -155,11 +156,13 @@ def keep_ports_apart() -> None:
 
 def look_often() -> None:
     """If this is a simulator, have it look for a site's process, and for work, every 0.1 s in place
-    of every second: with fewer threads than sites it starts a process for each task.
+    of every second: with fewer threads than sites it starts a process for each task. Its end, when
+    all sites have ended, waits as long in place of 3 s.
     """
     runner = sys.modules.get(_SIMULATOR)
     if runner:
-        runner.time = simulator_worker.Clock  # type: ignore[attr-defined]
+        runner.time = simulator_site.Clock  # type: ignore[attr-defined]
+        mpm.time = simulator_site.Clock
 
 
 def connect_sites_by_files() -> None:
@@ -191,8 +194,8 @@ class _SitesProcesses:
         folder = tempfile.mkdtemp(prefix="medflare-")
         self._folders[int(arguments[arguments.index("--port") + 1])] = folder
         environment = {**os.environ, **options.pop("env", {})}
-        environment[simulator_worker.SOCKET] = str(Path(folder, "socket"))
-        run = f"import runpy; runpy.run_path({simulator_worker.__file__!r}, run_name='__main__')"
+        environment[simulator_site.SOCKET] = str(Path(folder, "socket"))
+        run = f"import runpy; runpy.run_path({simulator_site.__file__!r}, run_name='__main__')"
         return subprocess.Popen([python, "-c", run, *arguments], env=environment, **options)
 
 
