@@ -417,6 +417,18 @@ def test_a_list_of_test_images_without_labels_is_no_table_of_labels(tmp_path: Pa
     assert any("6 of 20 files are in no complete row" in note for note in report.dataset.notes)
 
 
+def test_a_table_of_test_images_beside_folders_of_classes_is_refused(tmp_path: Path) -> None:
+    """It would leave nothing to train on."""
+    for number in range(16):
+        folder = f"train/{'ab'[number % 2]}" if number < 10 else "test"
+        picture(tmp_path / folder / f"{number:02}.png", 60 + number)
+    rows = [(f"{number:02}.png", "ab"[number % 2]) for number in range(10, 16)]
+    table(tmp_path / "test.csv", ("file", "label"), *rows)
+    problem = error_of(tmp_path)
+    assert "no image to train on" in problem and "10 of 16 files" in problem
+    assert not (tmp_path / "datalist.json").exists()
+
+
 def test_one_label_column_may_have_another_name_in_each_table(tmp_path: Path) -> None:
     for split, name in (("train", "label"), ("test", "class")):
         rows = []

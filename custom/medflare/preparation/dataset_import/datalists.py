@@ -256,6 +256,7 @@ def _write_sites(folder: ImageFolder, dataset: Dataset, options: ImportOptions) 
         lambda site, listed: draw_splits(listed, site, options.shares or SHARES, options.seed),
     )
     drawn = list(chain.from_iterable(sites.values()))
+    _refuse_test_alone(dataset, drawn, folder)
     warnings = [warning, shared_warning(sites, "patient")]
     if dataset.folder_column and not options.patient:
         choice = patient_option(items, root)
@@ -277,6 +278,15 @@ def _write_sites(folder: ImageFolder, dataset: Dataset, options: ImportOptions) 
         write_datalist(home / site, listed, root, header=header)
     guessed = _guessed(dataset, options)
     return ImportReport(dataset, sites, home, tuple(filter(None, warnings)), guessed)
+
+
+def _refuse_test_alone(dataset: Dataset, items: Sequence[Item], folder: ImageFolder) -> None:
+    """Raise DataError where all images are test images, and others are there."""
+    used = {path for item in items for path in item.paths}
+    if all(item.split == "test" for item in items) and not used.issuperset(folder.images):
+        problem = f"{folder.root}: no image to train on, all {len(items)} are of the split test"
+        remedy = "list the others in the table, move it away, or give --redraw"
+        raise DataError("; ".join((problem, *dataset.notes, remedy)))
 
 
 def _guessed(dataset: Dataset, options: ImportOptions) -> str:
