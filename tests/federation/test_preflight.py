@@ -251,6 +251,14 @@ def test_hyper_parameters_without_their_decorator_are_refused() -> None:
     class Bare(FedAvgSiteHyper):
         share: float = param(0.5, "a share")
 
+    class Plain(FedAvgSiteHyper):
+        share: float = 0.5
+
+    with pytest.raises(ConfigError, match="hyper-parameters Plain: put @strict_dataclass above"):
+
+        class PlainSite(FedAvgSite[Plain]):
+            pass
+
     with pytest.raises(ConfigError, match="hyper-parameters Bare: put @strict_dataclass above it"):
 
         class BareSite(FedAvgSite[Bare]):

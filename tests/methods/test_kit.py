@@ -10,7 +10,7 @@ import torch
 from medflare.cli import main
 from medflare.core.hyper import param
 from medflare.core.message import Message
-from medflare.core.phases import extends, handles
+from medflare.core.phases import extends, handles, phase
 from medflare.core.settings import strict_dataclass
 from medflare.core.specs import MetaSpec, number
 from medflare.methods import catalogue
@@ -164,6 +164,56 @@ class Peeking(FedAvgSite[Any]):
         return super().fit(model, *arguments)
 
 
+class Reading(FedAvgSite[Any]):
+    """Trains by what test images tell, past the site's counts."""
+
+    def fit(self, model: Any, *arguments: Any) -> float | None:
+        loss = super().fit(model, *arguments)
+        with torch.no_grad():
+            model.head.bias += 0.01 * self.site.data.test.images.mean()
+        return loss
+
+
+VISITED: list[str] = []
+
+
+class Visiting(FedAvgSite[Any]):
+    """Keeps in its module which sites have trained, and sends other weights from the first."""
+
+    def train(self, round: int, incoming: Message) -> Message:
+        reply = super().train(round, incoming)
+        if not VISITED:
+            for tensor in reply[MODEL].values():
+                tensor.mul_(0.5) if tensor.is_floating_point() else None
+        if self.site.name not in VISITED:
+            VISITED.append(self.site.name)
+        return reply
+
+
+class Impersonal(FedAvgSite[Any]):
+    """Makes no personal model, which its method promises."""
+
+    def finalize(self, incoming: Message) -> dict[str, Message]:
+        models = super().finalize(incoming)
+        del models["personal"]
+        return models
+
+
+class Unasked(FedAvgSite[Any]):
+    """Has a phase that no step asks for."""
+
+    @phase(request=(MODEL,))
+    def fisher(self, round: int, incoming: Message) -> Message:
+        return Message()
+
+
+class Leftover(FedAvgSite[Any]):
+    """Has a function under the name that `finalize` had."""
+
+    def deliver(self, incoming: Message) -> dict[str, Message]:
+        return {}
+
+
 class Misspelt(FedAvgSite[Any]):
     """Means `fit`."""
 
@@ -209,6 +259,11 @@ class SeedingServer(FedAvgServer):
         (FedAvgSite, Idle, {"plain loop"}, "same tensors in every round"),
         (FedAvgSite, SeedingServer, {"plain loop"}, r"the server after 'train' .* of torch, or"),
         (Peeking, FedAvgServer, {"plain loop"}, r"method slip reads test images in 'train'; take"),
+        (Reading, FedAvgServer, {"other test images"}, "models/global/.* depends on test images"),
+        (Visiting, FedAvgServer, {"two workers"}, r"test_kit\.VISITED changes during a run"),
+        (Impersonal, FedAvgServer, {"plain loop"}, "site a has no model 'personal', which"),
+        (Unasked, FedAvgServer, {"unused code"}, r"no step asks for phase 'fisher': add Step\.of"),
+        (Leftover, FedAvgServer, {"unused code"}, r"nothing calls Leftover\.deliver; leave it out"),
         (Misspelt, FedAvgServer, {"unused code"}, r"Misspelt\.fitt; is it to be 'fit'\?"),
         (Strong, FedAvgServer, {"unused code"}, "no code .* reads its hyper-parameter 'strength'"),
         (Numbered, FedAvgServer, {"plain loop"}, r"a, b: Numbered: state 'count' .* float; .*meta"),
@@ -254,7 +309,7 @@ def test_a_slip_is_named(site: Any, server: Any, failing: set[str], named: str) 
 def test_the_command_prints_every_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods", "fedavg", "--check"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 8
+    assert len(lines) == 9
     for line in lines:
         assert ": passed (" in line
     assert main(["methods", "--check"]) == 1

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import Field, TypeAdapter
-from pydantic.fields import FieldInfo
 
 from medflare.core.errors import ConfigError
 from medflare.core.settings import checked, unknown
@@ -73,7 +72,7 @@ def refuse_undecorated(cls: type) -> None:
     """Raise ConfigError for a class of hyper-parameters that is no `strict_dataclass`."""
     own = vars(cls)
     is_decorated = "__pydantic_fields__" in own
-    if not is_decorated and any(isinstance(value, FieldInfo) for value in own.values()):
+    if not is_decorated and own.get("__annotations__"):
         raise ConfigError(f"hyper-parameters {cls.__name__}: put @strict_dataclass above it")
 
 

@@ -120,6 +120,11 @@ def handles(*replying: Callable[..., Any]) -> Callable[[Handler], Handler]:
     return _marked(HANDLES, replying)
 
 
+def is_declared(method: Callable[..., Any]) -> bool:
+    """Whether a method stands below one of these decorators, and is called by its class."""
+    return any(hasattr(method, mark) for mark in (_PHASE, _ADDED, ASKS, HANDLES))
+
+
 def _marked(mark: str, value: Any) -> Callable[[Handler], Handler]:
     """A decorator that sets a mark of the method."""
 

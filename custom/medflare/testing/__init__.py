@@ -27,6 +27,7 @@ from medflare.core.text import Json, JsonDict, Say
 from medflare.evaluation.results import COMPLETED, find_results, load_results, validate_results
 from medflare.federation.local.loop import resume_local, run_local
 from medflare.federation.preflight import check_run
+from medflare.federation.request_order import schedule_of
 from medflare.federation.settings import step_name
 from medflare.federation.step_errors import described
 from medflare.inference.deployed import load_model
@@ -34,7 +35,10 @@ from medflare.methods.base import Step
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.testing.outside_memory import OutsideMemory
 from medflare.testing.unused import unused
+from medflare.training.opening import open_site
+from medflare.training.site import Site
 
 # Small images of the phantom with grades; its network has batch normalisation and features.
 TASK = load_task(
@@ -47,6 +51,7 @@ TASK = load_task(
 )
 SITES = ("a", "b")
 OUTSIDE = "z"
+_LONG = 20  # rounds, in which every phase of a method has a turn
 _RECORDED = "_recorded"  # the end of the name of a method that is recorded
 
 Results = JsonDict
@@ -81,8 +86,8 @@ def check_method(
 
     A dry run of its messages; a run in the plain loop; what it sends against what it declares;
     code that nothing uses; the same weights from two workers, from algorithms that are rebuilt
-    before every step, and from a run that is killed and resumed within every step; a missing and a
-    late site.
+    before every step, from a run that is killed and resumed within every step, and with other test
+    images; a missing and a late site.
 
     Args:
         method: name of the method, or a `Method`.
@@ -171,6 +176,10 @@ class _Kit:
     folder: Path
     _record: _Record = field(default_factory=_Record)
 
+    def __post_init__(self) -> None:
+        self._outside_memory = OutsideMemory(self.method)
+        self._changed = ""  # one of these values, which the first run has changed
+
     def checks(self, simulator: bool) -> Iterator[tuple[str, Callable[[], None]]]:
         """Name and function of every check."""
         yield "dry run", self.dry_run
@@ -180,6 +189,7 @@ class _Kit:
         yield "two workers", self.two_workers
         yield "rebuilt before every step", self.forgetful
         yield "killed and resumed", self.resumed
+        yield "other test images", self.other_test_images
         yield "missing and late sites", self.missing_sites
         if simulator:
             yield "FLARE's simulator", self.simulator
@@ -192,6 +202,7 @@ class _Kit:
         """Results of a completed run of two rounds in the folder `name`."""
         settings: JsonDict = {"sites": SITES, "rounds": 2, "seed": 1, "workers": 1}
         settings |= {"outside": self.outside, "out": self.folder / name, **self.hyper, **options}
+        self._outside_memory.restore()
         return _completed(run_local(method or self.method, self.task, **settings))
 
     def dry_run(self) -> None:
@@ -199,10 +210,16 @@ class _Kit:
 
     def plain_loop(self) -> None:
         results = self.run("loop", _recorded(self.method, self._record))
+        self._changed = self._outside_memory.changed()
         validate_results(results)
         for site, entry in results["sites"].items():
             if entry["metrics"]["deployed"][self.task.metric] is None:
                 raise Failed(f"site {site} has no deployed model, or its {self.task.metric} is NaN")
+            for role in self.method.roles if entry["role"] == "inside" else ():
+                if entry["metrics"][role][self.task.metric] is None:
+                    raise Failed(
+                        f"site {site} has no model {role!r}, which the method's roles have"
+                    )
         for card in (self.folder / "loop").rglob("card.json"):
             load_model(card.parent).build(build_deployed)
         if self._record.drawn:
@@ -234,9 +251,19 @@ class _Kit:
                 )
 
     def unused_code(self) -> None:
-        problem = unused(self.method, self._record.sent)
+        plan = self.method.plan(self.task, SITES, self.hyper)
+        asked = {step.phase for step in schedule_of(self.method, plan, 1, _LONG)}
+        problem = unused(self.method, asked)
         if problem:
             raise Failed(problem)
+
+    def other_test_images(self) -> None:
+        """The server's models do not depend on them; those that a site adapts to its images do."""
+        self.run("tests", opener=partial(_with_other_tests, self.task))
+        expected = self.weights("loop")
+        for path, tensors in self.weights("tests").items():
+            if path.parts[0] == "models" and not _same(tensors, expected[path]):
+                raise Failed(f"{path} depends on test images; train and select without them")
 
     def two_workers(self) -> None:
         self.run("workers", workers=2)
@@ -271,8 +298,9 @@ class _Kit:
         results_file = find_results(folder)
         _completed(load_results(results_file))
         for path, tensors in self.weights("loop").items():
-            if path.parts[0] == "models":
-                _compare(str(path), tensors, load_file(results_file.parent / path))
+            is_servers = path.parts[0] == "models"
+            if is_servers and not _same(tensors, load_file(results_file.parent / path)):
+                raise Failed(self._difference(str(path)))
 
     def weights(self, name: str) -> dict[Path, dict[str, Tensor]]:
         """Every delivered model of a run: file -> tensors."""
@@ -288,16 +316,30 @@ class _Kit:
             (path, *_) = sorted(expected.keys() ^ actual.keys())
             raise Failed(f"one of the two runs has no {path}")
         for path, tensors in expected.items():
-            _compare(str(path), tensors, actual[path])
+            if not _same(tensors, actual[path]):
+                raise Failed(self._difference(str(path)))
+
+    def _difference(self, path: str) -> str:
+        changes = f"; {self._changed} changes during a run" if self._changed else ""
+        return (
+            f"{path} differs from the plain loop's: what lasts from step to step belongs into "
+            f"`memory`, random numbers need keys{changes}"
+        )
 
 
-def _compare(path: str, expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> None:
-    for name, tensor in expected.items():
-        if name not in actual or not tensor.equal(actual[name]):
-            raise Failed(
-                f"{name} of {path} differs from the plain loop's: what lasts from step to step "
-                "belongs into `memory`, random numbers need keys"
-            )
+def _same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        tensor.equal(second[name]) for name, tensor in first.items()
+    )
+
+
+def _with_other_tests(task: TaskConfig, name: str, role: str) -> Site:
+    """The site with the negatives of its test images, and their targets in another order."""
+    site = open_site(name, task, seed=1, role=role)
+    test = site.data.test
+    other = replace(test, images=-test.images, targets=test.targets.flip(0))
+    site.data = replace(site.data, test=other)
+    return site
 
 
 def _completed(results: Results) -> Results:

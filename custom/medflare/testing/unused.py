@@ -7,20 +7,28 @@ from collections.abc import Container, Iterator
 from difflib import get_close_matches
 from types import FunctionType
 
+from medflare.core.phases import is_declared
 from medflare.methods.method import Method
 
 _SIMILAR = 0.8  # of difflib, from which a name is taken for a slip
 
 
-def unused(method: Method, performed: Container[str]) -> str:
-    """A hyper-parameter that the method's own code does not read, or one of its functions that is
-    called like one of medflare's and not called, in words; "" if there is none.
+def foreign_classes(method: Method) -> list[type]:
+    """The classes of a method's algorithms that are not medflare's, by name."""
+    foreign: set[type] = set()
+    for algorithm in (method.site_class, method.server_class):
+        foreign.update(filter(_is_foreign, algorithm.__mro__))
+    return sorted(foreign, key=lambda cls: cls.__name__)
 
-    `performed`: phases that a run has.
+
+def unused(method: Method, asked: Container[str]) -> str:
+    """A hyper-parameter that the method's own code does not read, or one of its functions that
+    nothing calls, in words; "" if there is none.
+
+    `asked`: phases that the steps of a schedule ask for.
     """
-    algorithms = (method.site_class, method.server_class)
-    foreign = {cls for algorithm in algorithms for cls in algorithm.__mro__ if _is_foreign(cls)}
-    used = {name for module in {cls.__module__ for cls in foreign} for name in _names_in(module)}
+    foreign = foreign_classes(method)
+    used = {name for module in _modules_of(foreign) for name in _names_in(module)}
     if not used:  # no source, as in a notebook
         return ""
     for hyper in method.hyper_classes.values():
@@ -32,14 +40,28 @@ def unused(method: Method, performed: Container[str]) -> str:
                         f"no code of the method reads its hyper-parameter {name!r}; use it, or "
                         "leave it out"
                     )
-    for cls in sorted(foreign, key=lambda cls: cls.__name__):
+    for cls in foreign:
         inherited = _names_of(cls)
         for name, value in vars(cls).items():
-            is_called = name in used or name in inherited or name in performed
-            if isinstance(value, FunctionType) and not is_called:
-                for meant in get_close_matches(name, inherited, 1, _SIMILAR):
-                    return f"nothing calls {cls.__name__}.{name}; is it to be {meant!r}?"
+            is_called = name in used or name in inherited or name in asked
+            if not isinstance(value, FunctionType) or is_called:
+                continue
+            if name in method.site_class.phases:
+                return (
+                    f"no step asks for phase {name!r}: add Step.of({cls.__name__}.{name}, round) "
+                    "to the server's steps"
+                )
+            if not is_declared(value):
+                meant = get_close_matches(name, inherited, 1, _SIMILAR)
+                remedy = f"is it to be {meant[0]!r}?" if meant else "leave it out"
+                return f"nothing calls {cls.__name__}.{name}; {remedy}"
     return ""
+
+
+def _modules_of(classes: list[type]) -> list[str]:
+    """The modules that are loaded of the packages of some classes, and theirs."""
+    packages = {cls.__module__.partition(".")[0] for cls in classes}
+    return [name for name in sys.modules if name.partition(".")[0] in packages]
 
 
 def _is_foreign(cls: type) -> bool:
