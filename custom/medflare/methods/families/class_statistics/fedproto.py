@@ -69,7 +69,8 @@ class FedProtoHyper(FedAvgSiteHyper):
 
     lam: float = param(
         1.0,
-        "weight of the squared distance to the global prototypes; 0: training alone",
+        "weight of the squared distance to the global prototypes, a sum over features (the "
+        "published code has its mean: 1 / features); 0: training alone",
         symbol="λ",
         source="Eq. 7",
         low=0,
