@@ -331,6 +331,25 @@ def test_the_lines_of_a_table_are_one_claim(record: RunRecord) -> None:
     assert "study too small" in page and "confirmed" in page
 
 
+@pytest.mark.parametrize(
+    ("other", "margin"),
+    [("fedavg", 0.024), ("fedavg:reset_optimizer=true", 0.024), ("single-site", 0.02)],
+)
+def test_a_papers_effect_is_over_the_papers_comparator_in_both_orders(
+    other: str, margin: float, record: RunRecord
+) -> None:
+    """IOP-FL's is over FedAvg."""
+    groups = {
+        "iop_fl": varied(record, "iop_fl", 0.6, 0.61, 0.62),
+        other: varied(record, other.partition(":")[0], 0.5, 0.52, 0.5),
+    }
+    study = StudyTables(groups)
+    models = [(label, "deployed") for label in groups]
+    for first, second in (models, reversed(models)):
+        difference = study.difference(first, second, "inside")
+        assert difference is not None and difference.margin == margin
+
+
 def test_splits_that_are_drawn_again_are_named_and_corrected(record: RunRecord) -> None:
     dice = {"fedavg": (0.5, 0.5, 0.5), "fedsm": (0.6, 0.7, 0.8)}
     study = StudyTables(
@@ -483,6 +502,9 @@ def test_unequal_rows_are_named(record: RunRecord) -> None:
         and not caution(groups, "task")
         and caution(groups, "--reference constant,single-site")
     )
+    for label, code in (("fresh", "1234"), ("kept", "5678"), ("long", "5678")):
+        groups[label][0]["versions"]["lab-fl code"] = code
+    assert "different lab-fl code in fresh; kept, long: run" in caution(groups, "lab-fl")
     constant = row({}, method="constant")
     assert "prr" in caution(
         {"kept": row(kept), "prr": row({}, method="prr"), "constant": constant}, "reset_optimizer"

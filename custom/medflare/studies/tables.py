@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from medflare.core.errors import StateError
+from medflare.core.packages import CODE
 from medflare.core.settings import unknown
 from medflare.core.text import Json
 from medflare.evaluation.findings import KINDS, UNUSABLE, Finding, findings, is_rising, mean_curve
@@ -105,6 +106,13 @@ PAPER_EFFECTS: Mapping[tuple[str, str, str], float] = {
     ("grace", "balanced_accuracy", "outside"): 0.07,
     ("grace", "dice", "inside"): 0.037,
     ("grace", "dice", "outside"): 0.020,
+}
+# Method -> the row, or the own model, that the paper's effect is over.
+PAPER_COMPARATORS: Mapping[str, tuple[str, ...]] = {
+    "fedsm": ("fedavg", "global"),  # its global model is FedAvg's
+    "iop_fl": ("fedavg", "global"),
+    "prr": ("fedbn", "prr:pfa=false,det=false,cpa=off"),
+    "grace": ("fedavg",),
 }
 
 
@@ -589,8 +597,20 @@ class StudyTables:
         in_deviations = detectable_difference(over_seeds.n, self.split_ratio)
         if over_seeds.error is not None and in_deviations is not None:
             detectable = in_deviations * (after - before).std()
-        margin = PAPER_EFFECTS.get((runs[0]["method"], self.metric, role), MARGIN)
+        margin = self._margin(second, first, role) or self._margin(first, second, role) or MARGIN
         return Difference(other_label, role, over_seeds, over_patients, detectable, margin)
+
+    def _margin(self, model: Model, comparator: Model, role: str) -> float | None:
+        """The paper's effect of a row's method, if it is over this comparator."""
+        label, _ = model
+        other, other_model = comparator
+        method = self.groups[label][0]["method"]
+        names = {other, other.partition(":")[0]}
+        if other_model != "deployed":
+            names = {other_model} if other == label else set()
+        if names.isdisjoint(PAPER_COMPARATORS.get(method, ())):
+            return None
+        return PAPER_EFFECTS.get((method, self.metric, role))
 
     def delong(self) -> Table | None:
         """What every row deploys against the first row: the difference of the AUC of a class, mean
@@ -966,6 +986,7 @@ def cautions(groups: Groups) -> list[str]:
         )
     if len(distinct(runs, "rounds")) > 1:
         lines.append("Unequal: rows have different numbers of rounds.")
+    lines += _other_code(groups)
     unequal = _unequal_settings(runs)
     if unequal:
         lines.append(f"Unequal: runs have different tasks ({', '.join(unequal)}).")
@@ -976,6 +997,23 @@ def cautions(groups: Groups) -> list[str]:
             f"Not held against {' and '.join(missing)}: add `--reference {','.join(missing)}`."
         )
     return lines + failed
+
+
+def _other_code(groups: Groups) -> list[str]:
+    """A line for each distribution, besides medflare, of which runs had different code."""
+    labels: defaultdict[str, dict[str, dict[str, None]]] = defaultdict(dict)  # by hash
+    for label, runs in groups.items():
+        for run in runs:
+            for name, code in run["versions"].items():
+                if name.endswith(CODE) and name != f"medflare{CODE}":
+                    labels[name].setdefault(code, {})[label] = None
+    lines = []
+    for name, of_code in labels.items():
+        if len(of_code) > 1:
+            rows = "; ".join(map(", ".join, of_code.values()))
+            remedy = "run the older ones again with --rerun ROW"
+            lines.append(f"Unequal: different {name} in {rows}: {remedy}.")
+    return lines
 
 
 def _unequal_settings(runs: Iterable[Run]) -> list[str]:
