@@ -214,6 +214,12 @@ class Leftover(FedAvgSite[Any]):
         return {}
 
 
+class Former(FedAvgSite[Any]):
+    """Has an attribute under the name that `dp_unsupported_reason` had."""
+
+    unprotected = "sends statistics"
+
+
 class Misspelt(FedAvgSite[Any]):
     """Means `fit`."""
 
@@ -264,6 +270,7 @@ class SeedingServer(FedAvgServer):
         (Impersonal, FedAvgServer, {"plain loop"}, "site a has no model 'personal', which"),
         (Unasked, FedAvgServer, {"unused code"}, r"no step asks for phase 'fisher': add Step\.of"),
         (Leftover, FedAvgServer, {"unused code"}, r"nothing calls Leftover\.deliver; leave it out"),
+        (Former, FedAvgServer, {"unused code"}, r"nothing reads Former\.unprotected; leave it out"),
         (Misspelt, FedAvgServer, {"unused code"}, r"Misspelt\.fitt; is it to be 'fit'\?"),
         (Strong, FedAvgServer, {"unused code"}, "no code .* reads its hyper-parameter 'strength'"),
         (Numbered, FedAvgServer, {"plain loop"}, r"a, b: Numbered: state 'count' .* float; .*meta"),

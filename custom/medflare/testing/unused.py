@@ -22,8 +22,8 @@ def foreign_classes(method: Method) -> list[type]:
 
 
 def unused(method: Method, asked: Container[str]) -> str:
-    """A hyper-parameter that the method's own code does not read, or one of its functions that
-    nothing calls, in words; "" if there is none.
+    """A hyper-parameter, function or class attribute of the method that its own code does not use,
+    in words; "" if there is none.
 
     `asked`: phases that the steps of a schedule ask for.
     """
@@ -43,8 +43,7 @@ def unused(method: Method, asked: Container[str]) -> str:
     for cls in foreign:
         inherited = _names_of(cls)
         for name, value in vars(cls).items():
-            is_called = name in used or name in inherited or name in asked
-            if not isinstance(value, FunctionType) or is_called:
+            if name in used or name in inherited or name in asked or name.startswith("_"):
                 continue
             if name in method.site_class.phases:
                 return (
@@ -54,7 +53,8 @@ def unused(method: Method, asked: Container[str]) -> str:
             if not is_declared(value):
                 meant = get_close_matches(name, inherited, 1, _SIMILAR)
                 remedy = f"is it to be {meant[0]!r}?" if meant else "leave it out"
-                return f"nothing calls {cls.__name__}.{name}; {remedy}"
+                uses = "calls" if isinstance(value, FunctionType) else "reads"
+                return f"nothing {uses} {cls.__name__}.{name}; {remedy}"
     return ""
 
 
