@@ -134,7 +134,9 @@ def test_a_site_obeys_its_server_alone_and_runs_no_shell_command(
         ("site-1", f"site-1.{KIT_JOB}", True),
         (f"site-1.{KIT_JOB}", "site-1", True),
         ("site-1", "site-2", False),
+        ("site-1", "server.site-2", False),
         (f"site-1.{KIT_JOB}", "site-2", False),
+        (f"site-1.{KIT_JOB}", f"site-1.{KIT_JOB}.site-2", False),
         ("server", "site-2", True),
     ],
 )
@@ -177,15 +179,21 @@ def test_a_job_lies_in_its_folder_only_when_it_is_authorized(
     deploy = partial(AppDeployer().deploy, workspace=workspace, job_id=KIT_JOB, **named)
     folder.mkdir()
     (folder / "of an earlier deployment").touch()
+    (tmp_path / f"{uuid.uuid4()}.0123456789abcdef").mkdir()  # of a process that was killed
     assert "another job" in str(deploy(job_meta={"job_id": str(uuid.uuid4())})) and not seen
     assert (deploy(job_meta={"job_id": KIT_JOB}) or "") == refusal
     assert [path.name for path in folder.iterdir()] == [
         "of an earlier deployment" if refusal else "app_site-1"
     ]
-    assert {path.name for path in tmp_path.iterdir()} == {"startup", "local", KIT_JOB}
+    log = tmp_path / "audit.log"
+    assert {path.name for path in tmp_path.iterdir()} == {"startup", "local", KIT_JOB, log.name}
+    assert log.read_text().count("refused train.deploy") == 1 + bool(refusal)
     engine = ClientEngine.__new__(ClientEngine)
+    engine.args = SimpleNamespace(workspace=str(tmp_path))
+    engine.client = SimpleNamespace(client_name="site-1")
     for job, is_started in ((KIT_JOB, not refusal), (str(uuid.uuid4()), False)):
         assert (engine.start_app(job, job_meta={}) == "started") == is_started
+    assert log.read_text().count("refused train.start_job") == 1 + bool(refusal)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Changes to FLARE 2.9's internals that bound what other parties can do: see docs/flare.md."""
 
 import logging
+import re
 import secrets
 import shutil
 import threading
@@ -30,6 +31,7 @@ from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
 from nvflare.fuel.f3.streaming.stream_const import StreamHeaderKey
 from nvflare.fuel.hci.server.hci import AdminServer
+from nvflare.fuel.sec.audit import Auditor
 from nvflare.fuel.utils import zip_utils
 from nvflare.fuel.utils.admin_name_utils import is_valid_admin_client_name
 from nvflare.fuel.utils.fobs import FOBSContextKey
@@ -43,6 +45,7 @@ from nvflare.private.defs import (
     JobFailureMsgKey,
     RequestHeader,
     SysCommandTopic,
+    TrainingTopic,
     new_cell_message,
 )
 from nvflare.widgets.fed_event import FED_EVENT_TOPIC
@@ -72,6 +75,7 @@ _UPLOADS = 8  # at once
 _UPLOAD_BYTES = 2**29  # of a job, packed
 _BEGIN_TIMEOUT = 60.0  # seconds until the first part of a stream is there
 _LONGEST_RETRY = 120.0  # seconds that a finished stream is kept, as its sender may send parts again
+_UNPACKED = re.compile("[0-9a-f]{16}")  # the end of the name of a job's folder while it is checked
 _LOG = logging.getLogger(__name__)
 
 
@@ -451,9 +455,7 @@ def obey_the_server_alone() -> None:
     receive = CoreCell._process_received_msg
 
     def received(of_cell: CoreCell, endpoint: Endpoint, connection: Any, message: Message) -> Any:
-        name = of_cell.my_info.fqcn
-        is_of_party = FQCN.get_root(endpoint.name) in (FQCN.ROOT_SERVER, FQCN.get_root(name))
-        if is_of_party or of_cell.my_info.is_on_server:
+        if of_cell.my_info.is_on_server or is_own(of_cell.my_info.fqcn, endpoint.name):
             return receive(of_cell, endpoint, connection, message)
         _LOG.warning(f"refused: a message of {endpoint.name}, which is not the server")
         return None
@@ -483,17 +485,36 @@ def authorize_before_deployment() -> None:
     deploy = AppDeployer.deploy
     start = ClientEngine.start_app
     authorized: set[str] = set()
+    lock = threading.Lock()
+    cleaned: list[str] = []  # the kit, whose process may have been killed while it unpacked a job
+
+    def clean(root: str) -> None:
+        with lock:
+            for path in Path(root).iterdir() if not cleaned else ():
+                job, _, end = path.name.partition(".")
+                if JOB_ID.fullmatch(job) and _UNPACKED.fullmatch(end):
+                    shutil.rmtree(path, ignore_errors=True)
+            cleaned.append(root)
+
+    def refused(workspace: Workspace, job: str, topic: str, reason: str) -> None:
+        auditor = Auditor(workspace.get_audit_file_path())
+        auditor.add_event(user="", action=f"refused {topic}", ref=job, msg=reason)
+        auditor.close()
 
     def deployed(
         deployer: AppDeployer, workspace: Workspace, job_id: str, job_meta: Any, **words: Any
     ) -> str | None:
         if job_meta.get(JobMetaKey.JOB_ID.value) != job_id:
-            return "the metadata are those of another job"
+            reason = "the metadata are those of another job"
+            refused(workspace, job_id, TrainingTopic.DEPLOY, reason)
+            return reason
+        clean(workspace.root_dir)
         elsewhere = f"{job_id}.{secrets.token_hex(8)}"
         unpacked = Path(workspace.get_run_dir(elsewhere))
         try:
             refusal = deploy(deployer, workspace, elsewhere, job_meta, **words)
             if refusal:
+                refused(workspace, job_id, TrainingTopic.DEPLOY, refusal)
                 return refusal
             folder = Path(workspace.get_run_dir(job_id))
             shutil.rmtree(folder, ignore_errors=True)
@@ -505,11 +526,29 @@ def authorize_before_deployment() -> None:
 
     def started(engine: ClientEngine, job_id: str, *words: Any, **more: Any) -> str:
         if job_id not in authorized:
+            workspace = Workspace(engine.args.workspace, engine.client.client_name)
+            refused(workspace, job_id, TrainingTopic.START_JOB, "it is not deployed")
             return f"{ERROR_MSG_PREFIX}: the job is not deployed"
         return start(engine, job_id, *words, **more)
 
     AppDeployer.deploy = deployed
     ClientEngine.start_app = started
+
+
+def is_own(cell: str, endpoint: str) -> bool:
+    """Whether a site's process hears an endpoint: the server, the site's own process, and of this
+    one the processes of jobs. FLARE takes any party's certificate for that of a process below a
+    job's.
+
+    Examples:
+        >>> [is_own("a", name) for name in ("server", "a.job", "b", "server.b")]
+        [True, True, False, False]
+        >>> [is_own("a.job", name) for name in ("server", "a", "a.job.b")]
+        [True, True, False]
+    """
+    is_job_of_site = "." not in cell and endpoint.startswith(f"{cell}.")
+    is_parent = cell.startswith(f"{endpoint}.")
+    return endpoint == FQCN.ROOT_SERVER or is_parent or is_job_of_site
 
 
 def _administrative_refusal(cell: str, request: Message) -> str:
