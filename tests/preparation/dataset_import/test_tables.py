@@ -123,6 +123,24 @@ def test_a_table_of_excel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "cannot be read as a table" in error_of(tmp_path, table=tmp_path / "grades.xlsx")
 
 
+def test_titles_above_the_names_of_columns(tmp_path: Path) -> None:
+    rows = [f"{name};{'ab'[number % 2]};" for number, name in enumerate(pictures(tmp_path))]
+    above = ["Export;2024-03-01;", "Study: skin;;"]
+    (tmp_path / "t.csv").write_text("\n".join([*above, "file;label;", *rows]))
+    remedy = "if line 3 has the names of the columns (file, label), take out what is above"
+    assert error_of(tmp_path).endswith(remedy)
+
+
+def test_formulas_that_nobody_has_computed(tmp_path: Path) -> None:
+    openpyxl = pytest.importorskip("openpyxl")
+    workbook = openpyxl.Workbook()
+    workbook.active.append(["image", "label", "note"])
+    for line, name in enumerate(pictures(tmp_path), start=2):
+        workbook.active.append([name, f'=IF(MOD({line},2),"a","b")'])
+    workbook.save(tmp_path / "t.xlsx")
+    assert "cell B2 is a formula without a value; open the file in Excel" in error_of(tmp_path)
+
+
 def test_a_sheet_that_is_too_wide_or_too_large_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

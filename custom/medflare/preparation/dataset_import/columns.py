@@ -64,9 +64,20 @@ def used_columns(table: ImageTable, columns: Columns, kind: str) -> UsedColumns:
             choice = f"give --{name}-column, one of {', '.join(frame)}"
             if masks and name != "image":
                 choice = f"give --mask-column, of {', '.join(masks)}, or --label-column"
+            choice = _names_below(frame) or choice
             kind_of_error = ColumnError if name == "image" else UnlabelledTableError
             raise kind_of_error(f"{table.path}: no column is recognized as the {name}; {choice}")
     return used
+
+
+def _names_below(frame: pd.DataFrame) -> str:
+    """The remedy for titles above the names of columns, or "" if no line has usual names."""
+    usual = [*WORDS["column"]["image"], *WORDS["column"]["label"], *WORDS["column"]["mask"]]
+    for line, row in frame.head(SAMPLED_ROWS).iterrows():
+        if len(usual_columns(usual, list(row))) > 1:
+            names = ", ".join(filter(None, row))
+            return f"if line {line} has the names of the columns ({names}), take out what is above"
+    return ""
 
 
 def _refuse_run_lengths(table: ImageTable, columns: Iterable[str]) -> None:

@@ -106,8 +106,29 @@ def _lines_of_workbook(path: Path) -> Iterator[tuple[int, list[str]]]:
     if len(sheets) != 1:
         raise ValueError(f"{len(sheets)} sheets with cells ({', '.join(sheets)}), where one counts")
     [rows] = sheets.values()
+    if any(None in row for row in rows):
+        _refuse_formulas(path)
     for number, row in enumerate(rows, start=1):
         yield number, list(map(_text_of_cell, row))
+
+
+def _refuse_formulas(path: Path) -> None:
+    """Raise ValueError for a formula that a program wrote and that nobody has computed."""
+    from openpyxl import load_workbook
+
+    with warnings.catch_warnings(), path.open("rb") as file:
+        warnings.filterwarnings("ignore", module="openpyxl")
+        both = [load_workbook(file, read_only=True, data_only=only) for only in (True, False)]
+        for sheet, of_formulas in zip(*both, strict=True):
+            for rows in zip(sheet.iter_rows(), of_formulas.iter_rows(), strict=True):
+                for cell, formula in zip(*rows, strict=True):
+                    # An empty text that was computed has the type str.
+                    without = cell.value is None and cell.data_type != "str"
+                    if without and formula.data_type == "f":
+                        raise ValueError(
+                            f"cell {formula.coordinate} is a formula without a value; open the "
+                            "file in Excel and save it"
+                        )
 
 
 def _text_of_cell(value: Any) -> str:
