@@ -1293,3 +1293,36 @@ def test_versions_of_one_name_are_not_taken_for_a_patients_images(tmp_path: Path
     table(tmp_path / "list.csv", ("image", "patient", "label"), *rows)
     text = error_of(tmp_path)
     assert "'E0.png' can be clahe/P0/E0.png and raw/P0/E0.png; write the whole path" in text
+
+
+def test_sites_without_a_common_class_are_a_warning(tmp_path: Path) -> None:
+    for site, labels in (("Oslo", ("benign", "malignant")), ("Rome", (0, 1)), ("Bern", (0, 1))):
+        files(tmp_path / "in", f"{site}/{site}{{n}}.png")
+        rows = [(f"{site}{number}.png", labels[number % 2], site) for number in NUMBERS]
+        table(tmp_path / "in" / site / "t.csv", ("image", "label", "hospital"), *rows)
+    warning = (
+        "sites without a class of another site: Oslo (benign, malignant); if they are the same "
+        "classes, write the same names at all sites"
+    )
+    report = imported(tmp_path / "in", site_folders=True, out=tmp_path / "out")
+    assert report.warnings[-1] == warning
+    rows = []
+    for number in range(30):
+        site = ("Oslo", "Rome", "Bern")[number // 10]
+        rows.append((f"{site}{number % 10}.png", f"{site == 'Oslo'}{number % 2}", site))
+    one = table(tmp_path / "t.csv", ("image", "label", "hospital"), *rows)
+    columns = Columns(label="label", site="hospital")
+    report = imported(tmp_path / "in", table=one, columns=columns, out=tmp_path / "one")
+    assert any(": Oslo (True0, True1); if they are" in line for line in report.warnings)
+
+
+def test_images_that_differ_in_the_suffix_alone_are_a_warning(tmp_path: Path) -> None:
+    files(tmp_path, "mel/p{n}.png", "nv/p{n}.png", "nv/p{n}.jpg")
+    report = imported(tmp_path)
+    assert any(
+        "differ in the suffix alone: 10, the first: nv/p0.jpg and nv/p0.png; if they are copies"
+        in line
+        for line in report.warnings
+    )
+    report = imported(tmp_path, patient="(p.)", force=True)
+    assert not any("suffix" in line for line in report.warnings), "copies stay together"

@@ -17,7 +17,7 @@ from PIL import ExifTags, Image
 from medflare.core.errors import DataError
 from medflare.data.datalist import FILE, LISTS, SHARES, check_folder
 from medflare.data.local import allowed_folders
-from medflare.data.reading import JPEG, PICTURES, explained, read_stored, suffix
+from medflare.data.reading import JPEG, PICTURES, explained, read_stored, stem, suffix
 from medflare.preparation.dataset_import.alike_sites import (
     names_of_labels,
     with_all_channels,
@@ -257,7 +257,9 @@ def _write_sites(folder: ImageFolder, dataset: Dataset, options: ImportOptions) 
     )
     drawn = list(chain.from_iterable(sites.values()))
     _refuse_test_alone(dataset, drawn, folder)
-    warnings = [warning, shared_warning(sites, "patient")]
+    warnings = [warning, shared_warning(sites, "patient"), _twice_warning(items, folder)]
+    if options.columns.site:
+        warnings.append(_apart_warning(dataset, sites))
     if dataset.folder_column and not options.patient:
         choice = patient_option(items, root)
         warnings.append(
@@ -297,6 +299,20 @@ def _guessed(dataset: Dataset, options: ImportOptions) -> str:
     if not options.redraw and len({item.split for item in dataset.items}) > 1:
         guesses.append("the splits, by their names (otherwise give --redraw)")
     return " and ".join(guesses)
+
+
+def _twice_warning(items: Iterable[Item], folder: ImageFolder) -> str:
+    """A line about images of two patients that differ in the suffix alone, as a.png and a.jpg."""
+    first_of: dict[tuple[Path, str], Item] = {}
+    twice = []
+    for item in items:
+        other = first_of.setdefault((item.first.parent, stem(item.first)), item)
+        if patient_of(other) != patient_of(item):
+            twice.append(folder.both(other.first, item.first))
+    if not twice:
+        return ""
+    found = f"images that differ in the suffix alone: {len(twice)}, the first: {twice[0]}"
+    return f"{found}; if they are copies, take one of each out, as they may be in different splits"
 
 
 def _lines_without_split(sites: Sites) -> list[str]:
@@ -390,6 +406,23 @@ def _site_warning(items: Sequence[Item], root: Path) -> str:
     )
 
 
+def _apart_warning(dataset: Dataset, sites: Sites) -> str:
+    """A line about sites without a class that another site has; "" if there is none."""
+    classes_of = {}
+    for site, items in sites.items():
+        numbers = sorted({item.label for item in items if isinstance(item.label, int)})
+        classes_of[site] = [dataset.labels[str(number)] for number in numbers]
+    sites_with = Counter(chain.from_iterable(classes_of.values()))
+    apart = []
+    for site, classes in classes_of.items():
+        if classes and all(sites_with[name] == 1 for name in classes):
+            apart.append(f"{site} ({_shortened(classes)})")
+    if not apart or len(classes_of) < 2:
+        return ""
+    found = f"sites without a class of another site: {_shortened(apart)}"
+    return f"{found}; if they are the same classes, write the same names at all sites"
+
+
 def _site_column_notes(dataset: Dataset) -> tuple[str, ...]:
     """A line about the likeliest column that may name the sites, if there is one."""
     for column, names in dataset.site_columns.items():
@@ -443,7 +476,8 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
         missing += of_all[1].missing
     dataset = replace(first, notes=tuple(notes), missing=tuple(missing), layout=layouts)
     warnings = [f"{', '.join(names)}: {warning}" for warning, names in of_warning.items()]
-    return ImportReport(dataset, sites, options.out or root, tuple(warnings), guessed)
+    warnings.append(_apart_warning(dataset, sites))
+    return ImportReport(dataset, sites, options.out or root, tuple(filter(None, warnings)), guessed)
 
 
 def _folders_of_sites(root: Path) -> list[Path]:
