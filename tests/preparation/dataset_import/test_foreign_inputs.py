@@ -1326,3 +1326,35 @@ def test_images_that_differ_in_the_suffix_alone_are_a_warning(tmp_path: Path) ->
     )
     report = imported(tmp_path, patient="(p.)", force=True)
     assert not any("suffix" in line for line in report.warnings), "copies stay together"
+
+
+@pytest.mark.parametrize("name", ["unsorted", "To_check", "03 ungraded", "-1"])
+def test_a_class_of_ungraded_images_is_asked_about(name: str, tmp_path: Path) -> None:
+    files(tmp_path / "folders", "1/p{n}.png", "2/q{n}.png", f"{name}/r{{n}}.png")
+    text = error_of(tmp_path / "folders")
+    assert f"is {name} a class, beside 1, 2? if its images are not graded, take" in text
+    labels = [("1", "2", name)[number % 3] for number in NUMBERS]
+    files(tmp_path / "table", "{n}.png")
+    rows = [(f"{number}.png", label) for number, label in enumerate(labels)]
+    table(tmp_path / "table" / "t.csv", ("image", "label"), *rows)
+    columns = Columns(label="label")
+    text = error_of(tmp_path / "table", columns=columns)
+    assert f"is {name} a class, beside 1, 2? if it means not graded, empty its cells" in text
+    for folder in ("folders", "table"):
+        report = imported(tmp_path / folder, kind="classification")
+        assert name in report.dataset.labels.values()
+
+
+def test_companions_without_classes_may_be_masks(tmp_path: Path) -> None:
+    files(tmp_path, "p{n}.png", "p{n}_ann1.png", "p{n}_ann2.png")
+    text = error_of(tmp_path)
+    assert "companions called NAME_ann1 and called NAME_ann2, as p0.png has; if one is" in text
+
+
+@pytest.mark.parametrize("folder", ["nv", "train/nv", "images/nv"])
+def test_a_folder_of_one_class_is_named(folder: str, tmp_path: Path) -> None:
+    picture(tmp_path / folder / "1.png")
+    text = error_of(tmp_path)
+    assert text.endswith("if all are of the class nv, give a folder of another class, too")
+    (tmp_path / folder).rename(tmp_path / "photos")
+    assert "of the class" not in error_of(tmp_path)

@@ -34,6 +34,7 @@ from medflare.preparation.dataset_import.names import (
     numbered,
     refuse_variants,
     sorted_labels,
+    ungraded,
     words,
 )
 
@@ -66,9 +67,8 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: boo
             deeper[classes[0]].update(classes[1:])
     names = sorted_labels(inner)
     if len(names) < 2:
-        raise DataError(
-            f"{folder.root}: {len(images)} images without masks or classes; supported: {LAYOUTS}"
-        )
+        above = [*folders_below(folder.root, common / "image"), *Path(shared_by_all).parts]
+        raise _without_classes(folder, images, above, confirmed=confirmed)
     dataset = _by_inner_folders(folder, below, inner, confirmed=confirmed)
     if dataset is not None:
         return dataset
@@ -85,13 +85,7 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: boo
             )
     if not confirmed:
         _refuse_patients(folder, names, below)
-    photographs = [name for name in names if {*words(name)} <= IMAGE_WORDS]
-    if photographs and not confirmed:
-        others = ", ".join(name for name in names if name != photographs[0])
-        raise DataError(
-            f"{folder.root}: is {photographs[0]} a class, beside {others}? if some folders hold "
-            "masks, give a table with --mask-column; otherwise give --kind classification"
-        )
+        _refuse_no_classes(folder, names)
     refuse_variants(names, f"{folder.root}: the class folders")
     _refuse_names_of_splits(folder, names)
     if not confirmed:
@@ -203,6 +197,25 @@ def _classes_at(
     )
 
 
+def _without_classes(
+    folder: ImageFolder, images: Sequence[Path], above: Sequence[str], *, confirmed: bool
+) -> DataError:
+    """Why images have no classes; `above`: the folders of all."""
+    companions = {} if confirmed else _companions(images)
+    if companions:
+        first = folder.relative(next(iter(companions.values())))
+        return DataError(
+            f"{folder.root}: images have companions {' and '.join(companions)}, as {first} has; if "
+            "one is the mask, call it NAME_mask and take the others out; otherwise take them out"
+        )
+    problem = f"{len(images)} images without masks or classes; supported: {LAYOUTS}"
+    no_class = {*IMAGE_WORDS, *WORDS["other"]}
+    for name in above[-1:]:
+        if not (PATIENT.search(name) or no_class.issuperset(words(name))):
+            problem += f"; if all are of the class {name}, give a folder of another class, too"
+    return DataError(f"{folder.root}: {problem}")
+
+
 def _first_of(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
@@ -224,13 +237,31 @@ def _refuse_sites(folder: ImageFolder, inner: Mapping[str, Collection[str]]) -> 
         )
 
 
+def _refuse_no_classes(folder: ImageFolder, names: Sequence[str]) -> None:
+    """Raise DataError for a folder that may hold the images of all classes, or ungraded ones."""
+    photographs = [name for name in names if {*words(name)} <= IMAGE_WORDS]
+    if photographs:
+        others = ", ".join(name for name in names if name != photographs[0])
+        raise DataError(
+            f"{folder.root}: is {photographs[0]} a class, beside {others}? if some folders hold "
+            "masks, give a table with --mask-column; otherwise give --kind classification"
+        )
+    without = ungraded(names)
+    if without:
+        others = ", ".join(name for name in names if name not in without)
+        raise DataError(
+            f"{folder.root}: is {without[0]} a class, beside {others}? if its images are not "
+            "graded, take the folder out; otherwise give --kind classification"
+        )
+
+
 def _refuse_names_of_splits(folder: ImageFolder, names: Sequence[str]) -> None:
     """Raise DataError if names of classes differ in the word of a split alone."""
     first_of: dict[tuple[str, ...], str] = {}
     for name in names:
         without = tuple(word for word in words(name) if word not in SPLIT_OF_WORD)
         other = first_of.setdefault(without, name)
-        if other != name:
+        if words(other) != words(name):  # -1 and 1 have the same
             raise DataError(
                 f"{folder.root}: {other} and {name} differ in the split alone; "
                 "move them into folders train, val and test"
@@ -252,9 +283,18 @@ def _refuse_masks(folder: ImageFolder, images: Sequence[Path]) -> None:
 
 
 def _refuse_companions(folder: ImageFolder, images: Iterable[Path]) -> None:
-    """Raise DataError if nearly every picture has a companion, or nearly every one of a folder: a
-    file called like it and a word, as overlays are, or one of its name in a folder below, as
-    thumbnails are.
+    """Raise DataError for pictures with `_companions`."""
+    for kind, picture in _companions(images).items():
+        raise DataError(
+            f"{folder.root}: images have companions {kind}, as {folder.relative(picture)} has; "
+            "take these out, or if they are images of their own, give --kind classification"
+        )
+
+
+def _companions(images: Iterable[Path]) -> dict[str, Path]:
+    """Kind of companions that nearly every picture has, or nearly every one of a folder -> the
+    first picture with one: a file called like it and a word, as overlays are, or one of its name in
+    a folder below, as thumbnails are.
     """
     by_name = {(image.parent, stem(image)): image for image in images}
     companions: defaultdict[str, list[Path]] = defaultdict(list)  # kind -> pictures that have one
@@ -271,17 +311,15 @@ def _refuse_companions(folder: ImageFolder, images: Iterable[Path]) -> None:
                 companions[f"called NAME{end}"].append(picture)
                 found.add(image)
     alone = Counter(image.parent for image in by_name.values() if image not in found)
+    of_most = {}
     for kind, listed in companions.items():
         nearly_all = len(listed) > NEARLY_ALL * alone.total()
         for parent, count in Counter(picture.parent for picture in listed).items():
             of_folder = count >= SAMPLE_SIZE and count > NEARLY_ALL * alone[parent]
             nearly_all = nearly_all or of_folder
         if nearly_all:
-            raise DataError(
-                f"{folder.root}: images have companions {kind}, as {folder.relative(min(listed))} "
-                "has; take these out, or if they are images of their own, give --kind "
-                "classification"
-            )
+            of_most[kind] = min(listed)
+    return of_most
 
 
 def _refuse_patients(

@@ -3,7 +3,7 @@
 import math
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -162,6 +162,27 @@ def refuse_variants(names: Iterable[str], location: str) -> None:
                 f"{location}: {other!r} and {name!r} are one name, written in two ways; "
                 "write it in one"
             )
+
+
+def ungraded(names: Sequence[str]) -> list[str]:
+    """The names of classes that may stand for images without one: words such as to_check, and whole
+    numbers below 0 beside two others.
+
+    Examples:
+        >>> ungraded(["nv", "2_To-check"]), ungraded(["-1", "0", "1"]), ungraded(["-1", "1"])
+        (['2_To-check'], ['-1'], [])
+    """
+    found = []
+    below = []
+    for name in names:
+        number = number_of(name)
+        if number is not None and number < 0 and number.is_integer():
+            below.append(name)
+        elif " ".join(word for word in words(name) if not word.isdecimal()) in WORDS["ungraded"]:
+            found.append(name)
+    if len(names) - len(below) > 1:
+        found = [*below, *found]
+    return found if len(found) < len(names) else []
 
 
 def number_of(text: str) -> float | None:

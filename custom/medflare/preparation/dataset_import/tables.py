@@ -37,6 +37,7 @@ from medflare.preparation.dataset_import.names import (
     refuse_variants,
     sorted_labels,
     split_name,
+    ungraded,
     words,
 )
 from medflare.preparation.dataset_import.options import DEFAULTS, Columns, ImportOptions
@@ -112,7 +113,8 @@ def read_tables(tables: Sequence[ImageTable], options: ImportOptions = DEFAULTS)
     location = " and ".join(str(table.path) for table in tables)
     if items and not used["mask"]:
         cells = pd.DataFrame(labels, columns=labelled_by)
-        labels, names = _encode_labels(location, cells)
+        confirmed = options.kind == "classification"
+        labels, names = _encode_labels(location, cells, confirmed=confirmed)
         notes += _line_of_findings(labels, labelled_by, columns)
     elif len(labelled_by) == 1:
         labels = [label[0] for label in labels]
@@ -524,8 +526,14 @@ def check_table(table: ImageTable, columns: Columns, kind: str) -> None:
     used_columns(table, columns, kind)
 
 
-def _encode_labels(location: str, cells: pd.DataFrame) -> tuple[list[Any], list[str]]:
-    """Labels as class numbers or lists of 0 and 1, and the names of the classes."""
+def _encode_labels(
+    location: str, cells: pd.DataFrame, *, confirmed: bool
+) -> tuple[list[Any], list[str]]:
+    """Labels as class numbers or lists of 0 and 1, and the names of the classes.
+
+    DataError for values that are no labels, and unless it is `confirmed` by --kind classification,
+    for a class that may mean that an image has none.
+    """
     if cells.shape[1] == 1:
         column = cells.iloc[:, 0].map(patient_id)  # "1.0" of a table with empty cells is 1
         location = f"{location}: column {column.name}"
@@ -556,6 +564,8 @@ def _encode_labels(location: str, cells: pd.DataFrame) -> tuple[list[Any], list[
             )
         refuse_variants(names, location)
         _refuse_joined(names, location)
+        if not confirmed:
+            _refuse_ungraded(names, location)
         return column.map(names.index).tolist(), names
     columns = list(cells.columns)
     numbers = cells.map(_flag)
@@ -575,6 +585,16 @@ def _flag(text: str) -> float | None:
     """The 0 or 1 of a finding, or None for another text."""
     number = {"true": 1.0, "false": 0.0}.get(text.lower(), number_of(text))
     return number if number in (0, 1) else None
+
+
+def _refuse_ungraded(names: Sequence[str], location: str) -> None:
+    found = ungraded(names)
+    if found:
+        others = ", ".join(name for name in names if name not in found)
+        raise DataError(
+            f"{location}: is {found[0]} a class, beside {others}? if it means not graded, empty "
+            "its cells and give --skip; otherwise give --kind classification"
+        )
 
 
 def _refuse_joined(names: Sequence[str], location: str) -> None:
