@@ -47,7 +47,9 @@ TWO: dict[str, Any] = {"target": "multilabel", "labels": ["disc", "cup"]}
         ({}, np.array([[[0, 1], [0, 255]]]), "255"),
         ({"unlisted_labels": "drop"}, STORED % 2 * 255, np.zeros((1, 2, 2))),
         (TWO, SEVERAL * [[[255]], [[1]]], SEVERAL),  # each mask has its numbers
-        (TWO, SEVERAL * 254, "254"),
+        (TWO, SEVERAL * [[[76]], [[2]]], SEVERAL),
+        (TWO, SEVERAL * [[[64, 255]], [[1, 128]]], r"m\.png: .* holds 1, 128; "),
+        (TWO, -SEVERAL, " -1"),
         ({**TWO, "label_values": {"disc": [1], "cup": [2]}}, STORED % 2 * 255, "255"),
         (THREE, STORED + 1, " 3 "),
         (THREE, STORED - 1, " -1 "),

@@ -28,8 +28,8 @@ _SCARCE = 3  # training images; a class with fewer is hardly learnt
 def encode_mask(masks: np.ndarray, task: TaskConfig, files: Sequence[Path | str]) -> np.ndarray:
     """Target of one picture or volume.
 
-    A mask of one structure has 0 and 1, or 0 and 255, unless `TaskConfig.label_values` says
-    otherwise.
+    A structure's only mask has 0 and 1, or 0 and 255, unless `TaskConfig.label_values` says
+    otherwise; one of several masks has 0 and any other number.
 
     Args:
         masks: int64 (M, ...): stored values, M = 1 for one mask file, or one per label
@@ -52,7 +52,7 @@ def encode_mask(masks: np.ndarray, task: TaskConfig, files: Sequence[Path | str]
             "store label values in one grey mask"
         )
     if task.target == "binary" and not task.label_values:
-        masks = _zeros_and_ones(masks, task)
+        masks = _zeros_and_ones(masks, task, _WHITE)
     stored_by_label = stored_values(task)
     allowed = list(chain(*stored_by_label))
     if task.target == "multiclass":
@@ -74,26 +74,33 @@ def _encode_mask_per_label(
             f"({', '.join(task.labels)}); give one mask file per label, "
             "or say in the task's label_values which values mean which label"
         )
-    remedy = "store 0 and 1, or 0 and 255, in each structure's mask"
     target = np.zeros_like(masks)
     for row, mask in enumerate(masks):
-        values = _zeros_and_ones(mask, task)
         file = files[row] if len(files) == len(masks) else files[0]
-        _check_listed(values, [0, 1], task, str(file), remedy)
-        target[row] = values == 1
+        if task.unlisted_labels != "drop":
+            check_structure(mask, file)
+        target[row] = _zeros_and_ones(mask, task, max(1, int(mask.max()))) == 1
     return target
 
 
-def _zeros_and_ones(mask: np.ndarray, task: TaskConfig) -> np.ndarray:
-    """The mask of one structure, with 1 for the 255 of a mask of 0 and 255 alone.
+def check_structure(mask: np.ndarray, file: Path | str) -> None:
+    """Raise DataError if a structure's own mask has several values beside 0, or one below 0."""
+    others = mask[(mask != 0) & (mask != max(1, mask.max()))]
+    if others.size:
+        shown = _shortened(np.union1d(others, mask.max()).tolist())
+        raise DataError(
+            f"{file}: a structure's own mask holds {shown}; store 0 and one number above it"
+        )
+
+
+def _zeros_and_ones(mask: np.ndarray, task: TaskConfig, shown: int) -> np.ndarray:
+    """The mask of one structure, with 1 for the number `shown` of a mask of 0 and this one alone.
 
     Unchanged where the task drops values that it does not list: 255 may mean unknown there.
     """
-    if task.unlisted_labels == "drop" or not (mask == _WHITE).any():
+    if task.unlisted_labels == "drop" or not np.isin(mask, (0, shown)).all():
         return mask
-    if not np.isin(mask, (0, _WHITE)).all():
-        return mask
-    return mask // _WHITE
+    return mask // shown
 
 
 def encode_label(label: Any, task: TaskConfig, location: str) -> np.ndarray | None:
@@ -124,19 +131,20 @@ def encode_label(label: Any, task: TaskConfig, location: str) -> np.ndarray | No
     return None
 
 
-def _check_listed(
-    values: np.ndarray, allowed: list[int], task: TaskConfig, location: str, remedy: str = _REMEDY
-) -> None:
+def _check_listed(values: np.ndarray, allowed: list[int], task: TaskConfig, location: str) -> None:
     if task.unlisted_labels == "drop" or np.isin(values, allowed).all():
         return
-    unlisted = np.setdiff1d(values, allowed).tolist()
-    shown = ", ".join(map(str, unlisted[:4]))
-    if len(unlisted) > 4:
-        shown += ", ..."
+    shown = _shortened(np.setdiff1d(values, allowed).tolist())
     known = ", ".join(map(str, sorted(set(allowed))))
     raise DataError(
-        f"{location}: label value {shown} out of range, the task knows {known}; {remedy}"
+        f"{location}: label value {shown} out of range, the task knows {known}; {_REMEDY}"
     )
+
+
+def _shortened(values: Sequence[int]) -> str:
+    """The first values as text."""
+    shown = ", ".join(map(str, values[:4]))
+    return shown if len(values) <= 4 else f"{shown}, ..."
 
 
 def stored_values(task: TaskConfig) -> list[list[int]]:

@@ -112,6 +112,18 @@ def test_a_structure_without_its_mask(tmp_path: Path) -> None:
     assert len(imported(tmp_path, skip=True).sites[""]) == 9
 
 
+def test_soft_maps_of_structures(tmp_path: Path) -> None:
+    """As in Drishti-GS1: several numbers stand for the agreement of readers."""
+    files(tmp_path, "{n}/eye.png", "{n}/gt/cup_mask.png*", "{n}/gt/disc_mask.png*")
+    for number in NUMBERS:
+        mask(tmp_path / f"{number}/gt/cup_mask.png", (64, 128))
+        mask(tmp_path / f"{number}/gt/disc_mask.png", (76,))
+    assert "0/gt/cup_mask.png: a structure's own mask holds 64, 128; store" in error_of(tmp_path)
+    for number in NUMBERS:
+        mask(tmp_path / f"{number}/gt/cup_mask.png", (76,))
+    assert imported(tmp_path).dataset.labels == {"0": "cup", "1": "disc"}
+
+
 @pytest.mark.parametrize(
     ("image", "masks"),
     [

@@ -18,6 +18,7 @@ from medflare.core.errors import DataError
 from medflare.data.datalist import FILE, LISTS, SHARES, check_folder
 from medflare.data.local import allowed_folders
 from medflare.data.reading import JPEG, PICTURES, explained, read_stored, stem, suffix
+from medflare.data.targets import check_structure
 from medflare.preparation.dataset_import.alike_sites import (
     names_of_labels,
     with_all_channels,
@@ -188,12 +189,19 @@ def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> D
             "beside other files; give --out, where each series gets a folder of its own"
         )
     check_files(dataset.items, root, folder.slices)
-    for file in dataset.items[0].paths:
-        if suffix(file) in PICTURES:
-            read_stored(file, mask=file in dataset.items[0].masks)
+    _check_pictures(dataset.items[0])
     if out is None:
         _refuse_links(dataset.items, root)
     return dataset
+
+
+def _check_pictures(item: Item) -> None:
+    """Raise DataError for pictures of an image that cannot be used."""
+    for file in item.paths:
+        if suffix(file) in PICTURES:
+            stored = read_stored(file, mask=file in item.masks)
+            if file in item.masks and isinstance(item.label, list):
+                check_structure(stored.array, file)
 
 
 def _companion(folder: ImageFolder, dataset: Dataset) -> Path | None:
