@@ -179,6 +179,30 @@ def test_a_mask_drawn_in_alpha_is_refused(mode: str, colour: int, tmp_path: Path
     read_stored(tmp_path / "a.png")  # of an image, transparency is not shown
 
 
+@pytest.mark.parametrize("mode", ["LA", "RGBA"])
+def test_colours_below_transparency_are_refused(mode: str, tmp_path: Path) -> None:
+    """Of an image; where it is transparent, it may have one colour."""
+    grey = numbers("u1", *SIDES) | 1
+    for colours in (np.where(DRAWN, grey, 7), grey):
+        picture = Image.fromarray(np.dstack([*[colours] * 3, DRAWN])).convert(mode)
+        picture.save(tmp_path / "a.png")
+        if colours is grey:
+            refused(tmp_path / "a.png", "transparency hides colours")
+        else:
+            read_stored(tmp_path / "a.png")
+
+
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+def test_colours_below_the_transparency_of_a_palette(tmp_path: Path) -> None:
+    picture = Image.fromarray(DRAWN // 255 + np.arange(9, dtype=np.uint8) % 2 * 2)
+    picture.putpalette([0, 0, 0, 50, 60, 70, 80, 90, 90, 200, 0, 0])
+    picture.save(tmp_path / "a.png", transparency=bytes([255, 0, 255, 255]))
+    assert read_stored(tmp_path / "a.png").array.shape == (3, 9, 6)
+    picture.save(tmp_path / "a.png", transparency=bytes([0, 255, 0, 255]))
+    refused(tmp_path / "a.png", "transparency hides colours")
+    read_stored(tmp_path / "a.png", mask=True)
+
+
 def test_a_mask_whose_alpha_says_nothing_else_than_its_colours(tmp_path: Path) -> None:
     for alpha in (DRAWN, np.full_like(DRAWN, 255), np.zeros_like(DRAWN)):
         Image.fromarray(np.dstack([DRAWN] * 3 + [alpha])).save(tmp_path / "a.png")

@@ -67,7 +67,7 @@ from medflare.tasks.config import TaskConfig, draws_images
 from medflare.tasks.metrics import Images, Spacing
 from medflare.tasks.transforms import EXTENSIONS as TRANSFORMS
 
-_FORMAT = 14  # increase when the meaning of cached tensors or the checks of images change
+_FORMAT = 15  # increase when the meaning of cached tensors or the checks of images change
 _KEPT_SITES = 16  # sites whose decoded images one process keeps
 _GB = 10**9
 _IN_MEMORY = _GB // 2  # of images that are otherwise decoded when they are used

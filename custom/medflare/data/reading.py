@@ -262,8 +262,7 @@ def _read_picture(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
             tags = image.tag_v2 if image_format == "TIFF" else {}
             _check_channels(image, tags, path, mask)
             image = ImageOps.exif_transpose(_grey_of_gif(image))
-            if mask and image.getbands()[-1] == "A":
-                _check_alpha(np.asarray(image), path)
+            _check_transparency(image, path, mask)
             if mask and image.mode == "P":
                 _check_palette(image, path)
             if image.mode == "LA" or (image.mode == "1" and not mask):  # white is 255
@@ -389,6 +388,24 @@ def palette_of(path: Path) -> dict[int, tuple[int, ...]]:
         palette = image.getpalette("RGB") if image.mode == "P" else []
         numbers = [number for _, number in image.getcolors()] if palette else []
     return {number: tuple(palette[3 * number : 3 * number + 3]) for number in numbers}
+
+
+def _check_transparency(image: Any, path: Path, mask: bool) -> None:
+    """Refuse a picture whose transparency says something else than its colours."""
+    if not mask and isinstance(image.info.get("transparency"), bytes):  # of a palette's colours
+        image = image.convert("RGBA")
+    if image.getbands()[-1] != "A":
+        return
+    array = np.asarray(image)
+    if mask:
+        _check_alpha(array, path)
+        return
+    hidden = array[array[..., -1] == 0]
+    if (hidden != hidden[:1]).any():
+        raise DataError(
+            f"{path}: its transparency hides colours, which would be read; "
+            "save it without transparency, as it is meant to be seen"
+        )
 
 
 def _check_alpha(array: np.ndarray, path: Path) -> None:
