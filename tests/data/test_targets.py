@@ -7,7 +7,13 @@ import pytest
 from helpers.fixture_types import TaskOf
 from medflare.core.errors import DataError
 from medflare.data.datalist import class_numbers
-from medflare.data.targets import encode_label, encode_mask, renumbering
+from medflare.data.targets import (
+    SiteStructures,
+    differing_structures,
+    encode_label,
+    encode_mask,
+    renumbering,
+)
 
 
 def refused(expected: Any) -> AbstractContextManager[Any]:
@@ -158,7 +164,7 @@ def test_class_numbers_by_name(
     [
         ({"0": "background", "1": "square"}, {}, {}),
         ({"0": "circle", "1": "box"}, {}, {}),
-        ({"1": "circle", "2": "square"}, {}, "2 'square'"),
+        ({"1": "circle", "2": "square"}, {}, "2 'square'.*; number them so in its masks"),
         ({"1": "square"}, {"labels": ["circle", "square"], "target": "multiclass"}, {}),
         (
             {"0": "background", "1": "box"},
@@ -167,7 +173,11 @@ def test_class_numbers_by_name(
         ),
         ({"1": "square"}, CIRCLES, "1 'square'"),
         ({"0": "background", "1": "square"}, {"target": "multilabel"}, {}),
-        ({"0": "circle", "1": "square"}, {"target": "multilabel"}, "1 'square'"),
+        (
+            {"0": "circle", "1": "square"},
+            {"target": "multilabel"},
+            "1 'square'.*; list its masks and labels in this order",
+        ),
     ],
 )
 def test_structures_are_not_renumbered(
@@ -175,3 +185,36 @@ def test_structures_are_not_renumbered(
 ) -> None:
     with refused(numbers):
         assert renumbering(class_numbers(names), (), make_task(**settings), "site A")[0] == numbers
+
+
+@pytest.mark.parametrize(
+    ("labels", "of_other", "changes", "text"),
+    [
+        ("123", "132", {}, "it numbers its structures 1 a, 2 b, 3 c, Oslo 1 a, 2 c, 3 b; renumber"),
+        ("12", "21", {"mask_each": True}, "1 a, 2 b, Oslo 1 b, 2 a; list its masks so, then"),
+        # A site that lacks one, and DICOM segments, which have names.
+        ("13", "123", {"mask_each": True}, "are called a, c, at Oslo a, b, c; if it lacks some"),
+        ("123", "132", {"segments": True}, "are called a, b, c, at Oslo a, c, b; if it lacks some"),
+        ("", "12", {}, "its datalist.json names no structures, that of Oslo a, b; write the lab"),
+        ("12", "", {}, "names the structures a, b, that of Oslo none; write its labels"),
+        ("", "12", {"structure": "b"}, "are called b, at Oslo a, b; if it lacks some"),
+    ],
+)
+def test_structures_of_two_sites(
+    labels: str, of_other: str, changes: dict[str, Any], text: str
+) -> None:
+    rome = named_structures("Rome", labels)._replace(**changes)
+    oslo = named_structures("Oslo", of_other)
+    if not rome.structure:
+        oslo = oslo._replace(**changes)
+    assert text in differing_structures(rome, oslo)
+    one_mask = oslo._replace(mask_each=not rome.mask_each)
+    assert differing_structures(rome, one_mask).endswith("save a mask of each")
+
+
+def named_structures(site: str, numbers: str) -> SiteStructures:
+    """The structures a, b, c, ... of these digits, numbered from 1 in this order."""
+    names = {}
+    for row, digit in enumerate(numbers, start=1):
+        names["_abc"[int(digit)]] = [row]
+    return SiteStructures(site, names, "", mask_each=False, segments=False)

@@ -199,6 +199,16 @@ def test_labels_and_values_of_masks_must_agree(tmp_path: Path) -> None:
     )
 
 
+def test_sites_that_number_structures_differently(tmp_path: Path) -> None:
+    named = {"0": "background", "1": "cup", "2": "disc"}
+    for site, labels in {"a": named, "b": {"background": 0, "disc": 1, "cup": 2}}.items():
+        import_folder(pairs(tmp_path / site), ImportOptions())
+        file = tmp_path / site / "datalist.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"labels": labels}))
+    with pytest.raises(ConfigError, match=r"1 disc, 2 cup, a 0 background, .*; renumber its masks"):
+        summarise(tmp_path, TaskHints())
+
+
 def _one_image(root: Path, entry: dict[str, Any], **more: Any) -> Path:
     """A datalist of one entry, whose files are there."""
     pairs(root, images=1)

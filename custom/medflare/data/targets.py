@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -225,10 +225,17 @@ def renumbering(
         return {}, _renamed(unknown, {}, label_of)
     number, name = min((moved or unknown).items())
     expected = ", ".join(f"{number} {label}" for number, label in sorted(label_of.items()))
-    raise DataError(
-        f'{location}: "labels" of {FILE} call {number} {name!r}, task {task.name} has {expected}; '
+    remedy = (
         "write the task's name there if it means the same, or say in the task's label_values what "
         "numbers mean"
+    )
+    if moved and segmentation:
+        remedy = "number them so in its masks and labels (DICOM segments in its labels alone)"
+        if task.mask_per_label:
+            remedy = "list its masks and labels in this order"
+    raise DataError(
+        f'{location}: "labels" of {FILE} call {number} {name!r}, task {task.name} has {expected}; '
+        f"{remedy}"
     )
 
 
@@ -243,6 +250,58 @@ def _renamed(
     if not pairs:
         return ""
     return f'"labels" of {FILE} count so: {", ".join(pairs)}'
+
+
+class SiteStructures(NamedTuple):
+    """What a site's datalist says of its structures."""
+
+    site: str
+    names: Mapping[str, Sequence[int]]  # see `datalist.class_numbers`
+    structure: str  # name of the only one, where `names` is empty; "" if unknown
+    mask_each: bool  # whether each structure has its own mask
+    segments: bool  # whether the masks are DICOM segmentations, in which names decide
+
+    def __str__(self) -> str:
+        return ", ".join(self.names) or self.structure
+
+
+def differing_structures(site: SiteStructures, other: SiteStructures) -> str:
+    """One line on how a site names its structures, unlike another site, and the remedy."""
+    numbers_there = {plain_name(name): numbers for name, numbers in other.names.items()}
+    shared = {name: numbers_there.get(plain_name(name)) for name in site.names}
+    moved = [name for name, numbers in shared.items() if numbers not in (None, site.names[name])]
+    if site.mask_each and numbers_there.keys() != {*map(plain_name, site.names)}:
+        moved = []  # one of the sites lacks some, so that others have their numbers
+    if moved and not site.segments and site.mask_each == other.mask_each:
+        change = "list its masks so" if site.mask_each else "renumber its masks"
+        return (
+            f"it numbers its structures {_numbered(site)}, {other.site} {_numbered(other)}; "
+            f"{change}, then write the labels of {other.site} into its {FILE}"
+        )
+    found = f"its structures are called {site}, at {other.site} {other}"
+    remedy = (
+        f"if it lacks some, write the labels of {other.site} and those that it has, as "
+        f'"annotated", into its {FILE}'
+    )
+    if not site.names and not site.structure:
+        found = f"its {FILE} names no structures, that of {other.site} {other}"
+        remedy = f'write the labels of {other.site} and those that it has, as "annotated", into it'
+    elif not other.names and not other.structure:
+        found = f"its {FILE} names the structures {site}, that of {other.site} none"
+        remedy = f'write its labels and those that {other.site} has, as "annotated", into that one'
+    elif site.names and not any(shared.values()):
+        remedy = f'call the same ones alike in "labels"; {remedy}'
+    if site.mask_each != other.mask_each:
+        remedy += "; if one mask shows several structures, save a mask of each"
+    return f"{found}; {remedy}"
+
+
+def _numbered(site: SiteStructures) -> str:
+    """The structures with their numbers."""
+    parts = []
+    for name, numbers in sorted(site.names.items(), key=lambda pair: pair[1]):
+        parts.append(f"{' and '.join(map(str, numbers))} {name}")
+    return ", ".join(parts)
 
 
 def annotation_of(

@@ -26,6 +26,7 @@ from medflare.data.datalist import (
     read_content,
     read_datalist,
     site_folders,
+    site_name,
 )
 from medflare.data.dicom import read, segment_codes, segments_overlap, tags_of
 from medflare.data.local import DEVICE_VARIABLE
@@ -41,7 +42,13 @@ from medflare.data.reading import (
     read_stored,
     suffix,
 )
-from medflare.data.targets import plain_name, scarce, scarce_line
+from medflare.data.targets import (
+    SiteStructures,
+    differing_structures,
+    plain_name,
+    scarce,
+    scarce_line,
+)
 from medflare.networks.weights import INSTALL, PACKAGED, packaged_weights, scaled_for
 from medflare.preparation.check import check_task
 from medflare.preparation.device_rules import (
@@ -187,15 +194,19 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
     folders = site_folders(root)
     listed = [read_datalist(folder, "classification") for folder in folders]
     headers = [read_content(folder) for folder in folders]
-    for folder, header, items in zip(folders, headers, listed, strict=True):
-        if header.get("labels") != headers[0].get("labels"):
-            raise ConfigError(
-                f"{folder / FILE} and {folders[0] / FILE} name different labels; make them equal"
-            )
+    for folder, items in zip(folders, listed, strict=True):
         if not items:
             raise DataError(f"{folder / FILE}: lists no image; write it with medflare data init")
     label = listed[0][0].label
     kind = kind_of_labels(listed[0])
+    names = class_numbers(headers[0].get("labels"))
+    for folder, header in zip(folders, headers, strict=True):
+        if class_numbers(header.get("labels")) != names:
+            problem = f"its labels are not those of {folders[0] / FILE}; make them equal"
+            if kind == "segmentation":
+                first = _site_structures(folders[0])
+                problem = differing_structures(_site_structures(folder), first)
+            raise ConfigError(f"{folder / FILE}: {problem}")
     reason = "labels are numbers of classes"
     if kind == "segmentation":
         reason = "labels are mask files"
@@ -206,7 +217,6 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
     for site in entries:
         labelled += site if kind == "classification" else evenly_spaced(site, _masks_to_read(site))
         images += evenly_spaced(site, _SAMPLED_IMAGES)
-    names = class_numbers(headers[0].get("labels"))
     if kind == "segmentation":
         structure = printable(_common(headers, "structure")) or "foreground"
         choices += _structures(labelled, names, hints, label, structure)
@@ -222,6 +232,18 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
     settings = {"name": name, **chosen_settings(choices)}
     pictures = all(suffix(entry.image) in PICTURES for entry in images)
     return DatasetSummary(settings, tuple(choices), pictures, _is_ct(images, channels.values()))
+
+
+def _site_structures(folder: Path) -> SiteStructures:
+    header = read_content(folder)
+    first = read_datalist(folder, "segmentation")[0]
+    return SiteStructures(
+        site_name(folder),
+        class_numbers(header.get("labels")),
+        str(header.get("structure") or ""),
+        mask_each=len(first.masks) > 1,
+        segments=is_segmentation(first.masks[0]),
+    )
 
 
 def _common(headers: Iterable[Mapping[str, Any]], key: str) -> str:

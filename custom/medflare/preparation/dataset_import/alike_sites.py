@@ -30,8 +30,8 @@ def with_all_classes(datasets: Mapping[str, Dataset], root: Path) -> dict[str, D
             differ = True
             if any(isinstance(item.label, list) for item in dataset.items):
                 raise DataError(
-                    f"{root}: {first_site} has the findings {names_of_labels(first)}, {site} "
-                    f"{names_of_labels(dataset)}; choose those of all sites with --label-column, "
+                    f"{root}: {first_site} has the findings {_names_of_labels(first)}, {site} "
+                    f"{_names_of_labels(dataset)}; choose those of all sites with --label-column, "
                     "or import them apart"
                 )
     if not differ:
@@ -85,7 +85,7 @@ def _renumbered(
     return complete
 
 
-def names_of_labels(dataset: Dataset) -> str:
+def _names_of_labels(dataset: Dataset) -> str:
     names = []
     for key, value in dataset.labels.items():
         names.append(str(key if isinstance(value, int) else value))

@@ -15,15 +15,19 @@ import pandas as pd
 from PIL import ExifTags, Image
 
 from medflare.core.errors import DataError
-from medflare.data.datalist import FILE, LISTS, SHARES, check_folder
+from medflare.data.datalist import FILE, LISTS, SHARES, check_folder, class_numbers
 from medflare.data.local import allowed_folders
-from medflare.data.reading import JPEG, PICTURES, explained, read_stored, stem, suffix
-from medflare.data.targets import check_structure
-from medflare.preparation.dataset_import.alike_sites import (
-    names_of_labels,
-    with_all_channels,
-    with_all_classes,
+from medflare.data.reading import (
+    JPEG,
+    PICTURES,
+    explained,
+    is_segmentation,
+    read_stored,
+    stem,
+    suffix,
 )
+from medflare.data.targets import SiteStructures, check_structure, differing_structures
+from medflare.preparation.dataset_import.alike_sites import with_all_channels, with_all_classes
 from medflare.preparation.dataset_import.columns import ColumnError
 from medflare.preparation.dataset_import.folders import (
     NEARLY_ALL,
@@ -471,13 +475,10 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
             of_warning[warning].append(site)
         notes += prefixed(site, dataset.notes)
         missing += prefixed(site, dataset.missing)
-        if dataset.labels != first.labels:
-            names = f"{names_of_labels(dataset)}, at {first_site} {names_of_labels(first)}"
-            remedy = (
-                f"if it lacks some, write the labels of {first_site} and those that it has, as "
-                f'"annotated", into its {FILE}'
-            )
-            of_warning[f"its structures are called {names}; {remedy}"].append(site)
+        if class_numbers(dataset.labels) != class_numbers(first.labels):
+            here = _structures_of(site, dataset)
+            there = _structures_of(first_site, first)
+            of_warning[differing_structures(here, there)].append(site)
     layouts = "; ".join(dict.fromkeys(dataset.layout for dataset in datasets.values()))
     if of_all is not None:
         notes += of_all[1].notes
@@ -486,6 +487,17 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
     warnings = [f"{', '.join(names)}: {warning}" for warning, names in of_warning.items()]
     warnings.append(_apart_warning(dataset, sites))
     return ImportReport(dataset, sites, options.out or root, tuple(filter(None, warnings)), guessed)
+
+
+def _structures_of(site: str, dataset: Dataset) -> SiteStructures:
+    first = dataset.items[0]
+    return SiteStructures(
+        site,
+        class_numbers(dataset.labels),
+        dataset.structure,
+        mask_each=isinstance(first.label, list),
+        segments=is_segmentation(first.masks[0]),
+    )
 
 
 def _folders_of_sites(root: Path) -> list[Path]:
