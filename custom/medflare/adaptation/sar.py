@@ -8,7 +8,9 @@ Algorithm 1): Tent with reliable predictions only, and steps to flat minima.
 The trained model returns when the moving mean (0.9) of the loss is below e_0 = 0.2, which a
 collapsed model has. That is for the 1000 classes of ImageNet; here it is the same share of the
 largest entropy, e_0 = 0.2 ln C / ln 1000, as two classes have less than ln 2 in any case.
-Segmentation: x is a pixel, and the means are over all reliable pixels of the batch.
+Segmentation: x is a pixel, and the means are over all reliable pixels of the batch. All
+normalisations are adapted; the published code leaves out those of the last layers (`layer4`,
+`blocks.9` to `blocks.11` and the final norm).
 """
 
 import copy
