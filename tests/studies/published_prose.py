@@ -1,7 +1,7 @@
 """Sentences of README and docs whose numbers come from the committed studies, with the numbers made again from the runs."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -10,9 +10,20 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
+from medflare.evaluation.findings import is_rising
 from medflare.evaluation.results import confusion
-from medflare.studies.statistics import ALL_SITES, compare, detectable_difference
-from medflare.studies.tables import EXPERT_SPREAD, HARM, Model, Run, StudyTables, task_of
+from medflare.studies.statistics import ALL_SITES, compare, conclusion
+from medflare.studies.suites import load_suite
+from medflare.studies.tables import (
+    EXPERT_SPREAD,
+    HARM,
+    MARGIN,
+    Model,
+    Run,
+    StudyTables,
+    curve_of,
+    task_of,
+)
 from studies.published_claims import (
     ALONE,
     CLAIMS,
@@ -20,7 +31,9 @@ from studies.published_claims import (
     GENERATION,
     GRACE,
     IOP,
+    MECHANISMS,
     ROUTED,
+    Claim,
     claim_lines,
 )
 
@@ -32,6 +45,10 @@ PAGE_OF_PRR: Final = "docs/methods/prr.md"
 PAGE_OF_IOP: Final = "docs/methods/iop_fl.md"
 FEDSM: Final = ("fedsm", "deployed")
 PLAIN_FEDAVG: Final = ("fedavg", "deployed")
+PRR: Final = ("prr", "deployed")
+PRR_ALONE: Final = ("single-site:method=prr", "deployed")
+FEDBN: Final = ("prr:pfa=false,det=false,cpa=off", "deployed")
+SEARCHED: Final = (0, 1, 2)  # seeds with which the images of mechanism_fedsm were chosen
 AUGMENTED: Final = ("augmentation", "deployed")
 SHIPPED: Final = ("feddag", "deployed")
 Sentences = Iterator[tuple[str, str]]  # page and words in it
@@ -61,6 +78,13 @@ class Runs:
     def gain(self, first: Model, second: Model, site: str = ALL_SITES) -> str:
         return f"{self.gains(first, second, site).mean():+.3f}"
 
+    def interval(self, first: Model, second: Model, without: Sequence[int] = ()) -> str:
+        """Second - first with 95 %, without these seeds, where every seed draws its own images."""
+        assert not self.study.split_ratio
+        gains = self.gains(first, second).drop(list(without))
+        low, high = compare(np.zeros(len(gains)), gains).interval or (np.nan, np.nan)
+        return f"{gains.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
+
     def below(self, first: Model, second: Model) -> str:
         """By how much the first is below the second."""
         return unsigned(self.gain(first, second))
@@ -81,10 +105,10 @@ def unsigned(text: str) -> str:
 def sentences(study: Callable[[str], StudyTables]) -> Sentences:
     """Of all pages; `study`: name of a committed study -> its tables."""
     yield from of_the_readme(study)
-    yield from of_the_rules(study)
     yield from of_fedsm(study)
     yield from of_iop_fl(study)
-    yield from of_prr_and_grace(study)
+    yield from of_prr(study)
+    yield from of_grace(study)
     yield from of_feddag(study)
     yield from of_the_mechanisms(study)
     yield from of_feddags_generator()
@@ -116,7 +140,7 @@ def of_the_readme(study: Callable[[str], StudyTables]) -> Sentences:
     fundus = Runs(study("fundus_fedsm"))
     volumes = Runs(study("brain_lgg_3d"))
     over_fedavg, over_alone = claim_lines(CLAIMS[0], study("fundus_fedsm"))
-    of_volumes, of_volumes_alone = claim_lines(CLAIMS[1], study("brain_lgg_3d"))
+    of_volumes, _ = claim_lines(CLAIMS[1], study("brain_lgg_3d"))
     yield (
         README,
         (
@@ -125,8 +149,7 @@ def of_the_readme(study: Callable[[str], StudyTables]) -> Sentences:
             f"p {over_fedavg.p}: {over_fedavg.verdict}), training alone {fundus.level(ALONE)} "
             f"(not above it: {over_alone.over_seeds.replace('+', '')}); "
             f"on brain volumes {volumes.level(FEDSM)}, FedAvg {volumes.level(('fedsm', 'global'))} "
-            f"({of_volumes.over_seeds.replace('+', '')}; to training alone, five seeds: "
-            f"{of_volumes_alone.over_seeds.replace('+', '')})."
+            f"({of_volumes.over_seeds.replace('+', '')})."
         ),
     )
     above = []
@@ -134,18 +157,18 @@ def of_the_readme(study: Callable[[str], StudyTables]) -> Sentences:
         runs = Runs(study(name), "outside")
         above.append(f"{runs.gains((IOP, 'global'), (IOP, 'deployed')).mean():.2f}")
     yield README, f"IOP-FL at outside sites {' and '.join(above)} above the global model"
-
-
-def of_the_rules(study: Callable[[str], StudyTables]) -> Sentences:
-    overlap = study("ham10000_prr").split_ratio
-    plain = [detectable_difference(seeds) for seeds in (3, 10)]
-    overlapping = [detectable_difference(seeds, overlap) for seeds in (3, 10)]
+    over_fedbn = []
+    for claim in CLAIMS:
+        if claim.row == "prr":
+            over_fedbn += claim_lines(claim, study(claim.study))[1:]
+    assert [line.verdict for line in over_fedbn].count("confirmed") == 1
+    assert (over_fedbn[0].study, over_fedbn[0].verdict) == ("ham10000_prr", "confirmed")
+    assert len(over_fedbn) == 3
     yield (
-        RESULTS,
+        README,
         (
-            f"at least {plain[0]:.2f} (three seeds) or {plain[1]:.1f} (ten) standard deviations of "
-            f"the seeds' differences; with this factor, at {overlap:.2f} test images for a training "
-            f"image, {overlapping[0]:.1f} or {overlapping[1]:.1f}."
+            f"PRR is above FedBN in one of three studies (F1 {over_fedbn[0].difference}, where FedBN "
+            f"is {Runs(study('ham10000_prr')).below(FEDBN, PRR_ALONE)} below training alone)"
         ),
     )
 
@@ -166,19 +189,29 @@ def of_fedsm(study: Callable[[str], StudyTables]) -> Sentences:
         ),
     )
     at_lesav = (fundus.level(PLAIN_FEDAVG, "LESAV"), fundus.level(FEDSM, "LESAV"))
-    lost = [f"{-fundus.gains(PLAIN_FEDAVG, FEDSM, site)[2]:.3f}" for site in ("CHASEDB1", "HRF")]
     below = f"FedAvg is {fundus.below(PLAIN_FEDAVG, ALONE)} below training alone"
-    yield RESULTS, f"LESAV, the smallest site ({' to '.join(at_lesav)})"
     yield (
         RESULTS,
         (
-            f"In seed 2 CHASEDB1 and HRF lose {' and '.join(lost)}. {below}. "
+            f"LESAV, the smallest site ({' to '.join(at_lesav)}). "
             f"The selector's balanced accuracy is {fundus.selector()}."
         ),
     )
     yield RESULTS, f"| {below} |"
 
+    over = []
+    for name in ("fedsm_table3", "fedsm_table4"):
+        numbers = load_suite(name).numbers
+        of_rows = [numbers[row]["mean"] for row in ("FedSM", "FedAvg", "Centralized")]
+        over.append([f"{of_rows[0] - other:.3f}" for other in of_rows[1:]])
+    of_fedavg, of_centralised = (" and ".join(pair) for pair in zip(*over, strict=True))
+    yield (
+        RESULTS,
+        f"FedSM is {of_fedavg} above FedAvg, {of_centralised} above centralised training.",
+    )
     volumes = Runs(study("brain_lgg_3d"))
+    of_personal = volumes.below(("fedsm", "personal"), ("fedsm", "global"))
+    yield RESULTS, f"| personal models are {of_personal} below the global one |"
     yield (
         RESULTS,
         (
@@ -197,11 +230,12 @@ def of_fedsm(study: Callable[[str], StudyTables]) -> Sentences:
     )
     slices = Runs(study("brain_lgg"))
     of_validation = [run["selector"]["mean_gain"] for run in slices.study.groups["fedsm"]]
-    yield RESULTS, f"centralised training gains {slices.gain(PLAIN_FEDAVG, centralised)}"
     yield (
         RESULTS,
         (
-            f"Personal models were {min(of_validation):.3f} to {max(of_validation):.3f} better on "
+            "over FedAvg centralised training has "
+            f"{slices.gain(PLAIN_FEDAVG, centralised)}, personal models "
+            f"{slices.gain(PLAIN_FEDAVG, ('fedsm', 'personal'))}. They were {min(of_validation):.3f} to {max(of_validation):.3f} better on "
             "validation images only"
         ),
     )
@@ -215,28 +249,27 @@ def outside_site(run: Run) -> str:
 
 def of_iop_fl(study: Callable[[str], StudyTables]) -> Sentences:
     spread = []
-    without_overlap = dict.fromkeys(("deployed", "mixture", "global"), 0)
-    patients = 0
     sizes = []
     moves = []
     starts = []
     printed_at_du = []
+    better = []
     for name in ("fundus_iop_fl", "brain_lgg_iop_fl"):
         runs = Runs(study(name), "outside")
         spread.append(runs.level((IOP, EXPERT_SPREAD)))
         sizes.append(" x ".join(map(str, task_of(runs.study.groups)["size"])))
+        of_best: list[float] = []
         for run in runs.study.groups[IOP]:
             name_of_site = outside_site(run)
             site = run["sites"][name_of_site]
             dice = {model: values["dice"] for model, values in site["metrics"].items()}
-            for model in without_overlap:
-                of_patients = run["scores"][name_of_site][model]["values"]["dice"]
-                without_overlap[model] += of_patients.count(0.0)
-            patients += len(of_patients)
             moves.append(dice["deployed"] - dice["mixture"])
             starts.append(site["reports"]["deployed"]["start"])
+            experts = [dice[model] for model in dice if model.startswith("personal/")]
+            of_best.append(max(experts) - dice["mixture"])
             if name_of_site == "DU":
                 printed_at_du.append(dice["printed_objective"])
+        better.append((sum(gain > 0 for gain in of_best), len(of_best)))
     assert set(starts) == {"mixture"}
     harmed = [move for move in moves if move < -HARM]
     assert len(harmed) == 6
@@ -244,11 +277,9 @@ def of_iop_fl(study: Callable[[str], StudyTables]) -> Sentences:
     yield (
         RESULTS,
         (
-            f"(spread {' and '.join(spread)}). Of "
-            f"{patients} test patients {without_overlap['deployed']} have no overlap with the deployed "
-            f"mask, {without_overlap['mixture']} with the mixture's, {without_overlap['global']} with "
-            f"the global model's. The worst run ended {-min(moves):.3f} below its start, six more than "
-            f"{HARM:.2f}."
+            f"(spread {' and '.join(spread)}; the best one is above the mixture in "
+            f"{' and '.join(f'{number} of {runs_of}' for number, runs_of in better)} runs). "
+            f"Six runs ended more than {HARM:.2f} below their start, the worst {-min(moves):.3f}."
         ),
     )
     yield RESULTS, f"Ten seeds; {sizes[0]} (fundus_vessels), {sizes[1]} (brain_lgg)."
@@ -261,18 +292,41 @@ def of_iop_fl(study: Callable[[str], StudyTables]) -> Sentences:
     )
 
 
-def of_prr_and_grace(study: Callable[[str], StudyTables]) -> Sentences:
+def of_prr(study: Callable[[str], StudyTables]) -> Sentences:
     over_alone = []
     for name in ("ham10000_prr", "ham10000_prr_7", "ham10000_prr_features"):
-        over_alone.append(Runs(study(name)).gain(ALONE, ("prr", "deployed")))
-    yield RESULTS, f"Over plain training alone PRR has {', '.join(over_alone)}:"
+        over_alone.append(Runs(study(name)).gain(ALONE, PRR))
+    dermoscopy = Runs(study("ham10000_prr"))
+    groups = dermoscopy.study.groups
+    assert all(is_rising(curve_of(groups[row], "deployed")) for row, _ in (FEDBN, PRR))
+    sites = dermoscopy.study.sites_of("inside")
+    assert all(dermoscopy.gains(PRR_ALONE, FEDBN, site).mean() < 0 for site in sites)
+    others = [dermoscopy.gains(FEDBN, PRR, site) for site in sites if site != "vienna_dias"]
+    below = f"FedBN is {dermoscopy.below(FEDBN, PRR_ALONE)} below training alone"
+    yield RESULTS, f"| {below} |"
+    deputy = dermoscopy.below(("prr", "global"), PRR_ALONE)
+    yield RESULTS, f"| the shared deputy is {deputy} below it |"
+    yield (
+        RESULTS,
+        (
+            f"Over plain training alone PRR has {', '.join(over_alone)}. "
+            f"{below.replace('FedBN', 'FedBN (ten seeds)')} with PRR's loss, lower at every site; "
+            f"without vienna_dias PRR's lead is {(sum(others) / len(others)).mean():+.3f}. Its "
+            "validation curve still rises, as PRR's does."
+        ),
+    )
 
+
+def of_grace(study: Callable[[str], StudyTables]) -> Sentences:
     for claim in CLAIMS:
         if (claim.study, claim.metric) == ("ham10000_pretrained_out", "balanced_accuracy"):
             (line,) = claim_lines(claim, study(claim.study))
             yield (
                 RESULTS,
-                f"GRACE's {line.difference} in balanced accuracy on the pretrained network",
+                (
+                    f"GRACE's {line.difference} in balanced accuracy on the pretrained network "
+                    f"counts classes of {few(claim, study)}"
+                ),
             )
     inside = Runs(study("ham10000_out"))
     yield RESULTS, f"training alone is {inside.below(FEDAVG, ALONE)} above FedAvg inside"
@@ -283,47 +337,37 @@ def of_prr_and_grace(study: Callable[[str], StudyTables]) -> Sentences:
         RESULTS,
         (
             f"GRACE is {one_outside.below(grace, FEDAVG)} below FedAvg (over patients only); its "
-            f"two-step training costs {one_outside.below(grace, server_alone)} of it, its server "
-            f"weights {one_outside.below(server_alone, FEDAVG)}."
+            f"two-step training costs {one_outside.below(grace, server_alone)} of it."
         ),
     )
+
+
+def few(claim: Claim, study: Callable[[str], StudyTables]) -> str:
+    """How many images a class has at a hospital that is left out, where these are fewest."""
+    images: dict[tuple[str, str], list[int]] = {}
+    runs = study(claim.study).groups[claim.row]
+    labels = task_of({claim.row: runs})["labels"]
+    for run in runs:
+        site = outside_site(run)
+        targets = run["scores"][site]["deployed"]["targets"]
+        for number, label in enumerate(labels):
+            images.setdefault((label, site), []).append(targets.count(number))
+    fewest = [key for key, of_seeds in images.items() if min(of_seeds) == 1]
+    assert sorted(fewest) == [("bkl", "vienna_dias"), ("mel", "vidir_molemax")]
+    counts = sorted({count for key in fewest for count in images[key]})
+    places = ", ".join(f"`{label}` at {site}" for label, site in sorted(fewest))
+    return f"{counts[0]} or {counts[1]} images: {places}."
 
 
 def of_feddag(study: Callable[[str], StudyTables]) -> Sentences:
     shipped = [Runs(study(name), "outside") for name in ("ham10000_feddag", "mitosis_feddag")]
-    hospitals = shipped[0]
-    yield (
-        PAGE_OF_FEDDAG,
-        (
-            f"{' and '.join(runs.level(SHIPPED) for runs in shipped)} for FedDAG, "
-            f"{' and '.join(runs.level(PLAIN_FEDAVG) for runs in shipped)} for FedAvg, "
-            f"{' and '.join(runs.level(AUGMENTED) for runs in shipped)} for plain augmentation."
-        ),
-    )
     (below_fedavg,) = {runs.below(SHIPPED, PLAIN_FEDAVG) for runs in shipped}
-    intervals = []
-    for claim in CLAIMS:
-        if claim.row == "feddag":
-            _, over_augmented = claim_lines(claim, study(claim.study))
-            intervals.append(over_augmented.over_seeds.replace("+", ""))
     yield (
         PAGE_OF_FEDDAG,
         (
-            f"FedDAG is {below_fedavg} below FedAvg in both, and "
+            f"its AUC outside is {below_fedavg} below FedAvg in both, and "
             f"{' and '.join(runs.below(AUGMENTED, SHIPPED) for runs in shipped)} above plain "
-            f"augmentation (95 % over seeds {' and '.join(intervals)})."
-        ),
-    )
-
-    at = {
-        site: hospitals.gain(PLAIN_FEDAVG, SHIPPED, site)
-        for site in ("rosendahl", "vidir_modern", "vidir_molemax", "vienna_dias")
-    }
-    yield (
-        RESULTS,
-        (
-            f"ham10000 has {at['rosendahl']} and {at['vidir_modern']} at two hospitals, "
-            f"{at['vidir_molemax']} and {at['vienna_dias']} at the two with the fewest patients"
+            "augmentation"
         ),
     )
 
@@ -356,17 +400,49 @@ def of_feddag(study: Callable[[str], StudyTables]) -> Sentences:
             f"{Runs(weights).gain(PLAIN_FEDAVG, uniform)} inside"
         ),
     )
+    [units] = task_of(study("ham10000_features").groups)["network"]["hidden"]
+    yield RESULTS, f"`features`: an MLP ({units} units) on ImageNet features"
     features = Runs(study("ham10000_features"), "outside").values(FEDAVG)
     random = Runs(study("ham10000_features_random"), "outside").values(FEDAVG)
     yield RESULTS, f"ImageNet features are worth {(features - random).mean():.2f} outside to FedAvg"
 
 
+# What README.md says of generated images: study and comparator -> verdict.
+ON_GENERATED_IMAGES: Final = {
+    ("mechanism_fedsm", "FedAvg"): "confirmed",
+    ("mechanism_grace", "FedAvg"): "confirmed",
+    ("mechanism_prr", "alone with PRR's loss"): "confirmed",
+    ("mechanism_prr_30", "FedBN"): "opposite",
+    ("mechanism_iop_fl", "uniform mixture"): "confirmed",
+    ("mechanism_iop_fl_mixture", "uniform mixture"): "opposite",
+    ("mechanism_iop_fl_none", "uniform mixture"): "opposite",
+    ("mechanism_feddag", "FedAvg"): "opposite",
+}
+
+
 def of_the_mechanisms(study: Callable[[str], StudyTables]) -> Sentences:
+    verdicts = {}
+    for claim in MECHANISMS:
+        if claim.row != GENERATION:
+            for line in claim_lines(claim, study(claim.study)):
+                verdicts[line.study, line.comparator] = line.verdict
+    assert ON_GENERATED_IMAGES.items() <= verdicts.items()
     conventions = Runs(study("mechanism_fedsm"))
     nearer = conventions.level(("fedsm:lam=0.9", "deployed"))
     yield (
         "docs/methods/fedsm.md",
         f"Dice is {conventions.level(FEDSM)} with λ = 0.7, {nearer} with 0.9:",
+    )
+    unseen = conventions.gains(ALONE, FEDSM).drop(list(SEARCHED))
+    over_alone = compare(np.zeros(len(unseen)), unseen)
+    verdict = conclusion(over_alone, None, over_alone.p, MARGIN)
+    assert verdict == "study too small"
+    yield (
+        RESULTS,
+        (
+            f"Without them: {conventions.interval(PLAIN_FEDAVG, FEDSM, SEARCHED)} to FedAvg; "
+            f"{conventions.interval(ALONE, FEDSM, SEARCHED)} to training alone, {verdict}."
+        ),
     )
     by_site = {}
     for site, name in (("Y", "mechanism_iop_fl_mixture"), ("Z", "mechanism_iop_fl_none")):
@@ -403,25 +479,34 @@ def of_the_mechanisms(study: Callable[[str], StudyTables]) -> Sentences:
         RESULTS,
         f"routing starts from B in all ten runs and ends with {min(shares):.2f} of it or more",
     )
-    bands = Runs(study("mechanism_prr_bands"))
-    everything = bands.level(("prr:r0=0.5,r1=0.5", "deployed"))
-    amplitudes = bands.level(("prr:components=amplitude", "deployed"))
+    prr = Runs(study("mechanism_prr"))
+    lost = prr.gains(PRR, ("prr:pfa=false", "deployed"))
+    yield (RESULTS, f"What PFA costs depends on the seed ({lost.min():.3f} to {lost.max():.3f})")
+    grace = ("grace", "deployed")
+    grace_outside = Runs(study("mechanism_grace"), "outside")
+    grace_inside = Runs(study("mechanism_grace"))
+    over_more_epochs = grace_outside.interval(("equal-compute", "deployed"), grace)
     yield (
         RESULTS,
         (
-            f"With all frequencies exchanged PRR has {everything}, with amplitudes alone "
-            f"{amplitudes} (prr_bands, five seeds)."
+            f"GRACE outside, to FedAvg with twice the epochs: {over_more_epochs}. Inside, its local "
+            f"models have {grace_inside.interval(PLAIN_FEDAVG, grace)} to FedAvg, "
+            f"{grace_inside.interval(('grace', 'global'), grace)} to its global model."
         ),
     )
-    shipped = bands.level(("prr", "deployed"))
-    yield PAGE_OF_PRR, f"it has {everything} instead of {shipped} (five seeds, too few)."
-    generation = Runs(study("mechanism_feddag"), "outside")
-    gain = generation.values((GENERATION, "deployed")) - generation.values(("fedavg", "deployed"))
-    low, high = compare(np.zeros(len(gain)), gain).interval or (np.nan, np.nan)
+    inside = [
+        Runs(study(name)).interval(ALONE, (ROUTED, "deployed"))
+        for name in ("mechanism_iop_fl", "mechanism_iop_fl_mixture")
+    ]
     yield (
-        PAGE_OF_FEDDAG,
-        f"is {gain.mean():.3f} above FedAvg on images within its reach (95 % {low:.3f} to {high:.3f})",
+        RESULTS,
+        (
+            f"Inside, its local models have {inside[0]} to training alone, {inside[1]} in "
+            "iop_fl_mixture."
+        ),
     )
+    below_alone = Runs(study("mechanism_iop_fl")).below((ROUTED, "deployed"), ALONE)
+    yield PAGE_OF_IOP, f"Inside, local models are {below_alone} below training alone."
     oracles = []
     for name in ("mechanism_grace", "mechanism_feddag", "mechanism_feddag_beyond"):
         values = Runs(study(name), "outside").values(("participating", "deployed"))
