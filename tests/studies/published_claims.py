@@ -294,12 +294,12 @@ HEADLINES: Final = (
 
 def headlines_table(lines: list[Line]) -> str:
     """The first table of the page, from the lines of all claims."""
-    columns = "claim|setting|level|effect (95 % over seeds)|detectable|verdict|why"
+    columns = "claim|setting|level|effect (95 % over seeds)|detectable|d|verdict|why"
     table = [columns.split("|")]
     for headline in HEADLINES:
         (line, *_) = [line for line in lines if _shows(headline, line)]
         row = [headline.claim, headline.setting, line.level, line.effect, line.detectable]
-        table.append([*row, line.verdict, headline.why])
+        table.append([*row, line.d, line.verdict, headline.why])
     return _table(table)
 
 
@@ -328,7 +328,7 @@ def _shows(headline: Headline, line: Line) -> bool:
 
 
 def claims_tables(lines: list[Line]) -> list[str]:
-    """For every method its row, its d, and a table of its claims."""
+    """For every method its row and its d, where all lines have one, and a table of its claims."""
     methods: dict[str, list[Line]] = {}
     for line in lines:
         methods.setdefault(line.row.partition(":")[0], []).append(line)
@@ -339,14 +339,13 @@ def _claims_of(lines: list[Line]) -> str:
     """What is the same in all lines stands above the table; a claim's further comparators follow it."""
     rows = {line.row for line in lines}
     measures = {line.measure for line in lines}
-    margins: dict[str, dict[str, None]] = {}
-    for line in lines:
-        margins.setdefault(line.d, {})[line.measure] = None
     about = ["study"]
     about += ["row"] if len(rows) > 1 else []
     about += ["measure"] if len(measures) > 1 else []
     head = [f"{', '.join(about)}: level", "comparator", "difference (95 % over seeds)"]
-    table = [[*head, "p, Holm", "detectable", "95 % over patients", "verdict"]]
+    margins = {line.d for line in lines}
+    d = ["d"] if len(margins) > 1 else []
+    table = [[*head, "p, Holm", "detectable", "95 % over patients", *d, "verdict"]]
     above = ""
     for line in lines:
         about = [f"[{line.study}](results/{line.study}/study.zip)"]
@@ -355,11 +354,13 @@ def _claims_of(lines: list[Line]) -> str:
         claim = f"{', '.join(about)}: {line.level}"
         first = "" if claim == above else claim
         numbers = [line.effect, line.p, line.detectable, bracketed(line.over_patients)]
+        numbers += [line.d] if d else []
         table.append([first, line.comparator, *numbers, line.verdict])
         above = claim
-    row = f"Row `{lines[0].row}`; " if len(rows) == 1 else ""
-    listed = "; ".join(f"{d} ({', '.join(named)})" for d, named in margins.items())
-    return f"{row}d: {listed}.\n\n{_table(table)}"
+    same = [f"Row `{lines[0].row}`"] if len(rows) == 1 else []
+    same += [] if d else [f"d: {lines[0].d}"]
+    above = f"{'; '.join(same)}.\n\n" if same else ""
+    return f"{above}{_table(table)}"
 
 
 def _table(table: list[list[str]]) -> str:

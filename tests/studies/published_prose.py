@@ -311,7 +311,7 @@ def of_prr(study: Callable[[str], StudyTables]) -> Sentences:
         (
             f"Over plain training alone PRR has {', '.join(over_alone)}. "
             f"{below.replace('FedBN', 'FedBN (ten seeds)')} with PRR's loss, lower at every site; "
-            f"without vienna_dias PRR's lead is {(sum(others) / len(others)).mean():+.3f}. Its "
+            f"without vienna_dias PRR's lead is {(sum(others) / len(others)).mean():+.3f}. FedBN's "
             "validation curve still rises, as PRR's does."
         ),
     )

@@ -426,6 +426,39 @@ def test_an_interval_over_patients_rarely_excludes_a_true_difference_of_zero(
     assert excluded <= 0.08 * simulations
 
 
+@pytest.mark.parametrize("patients", [(3, 3, 3, 3), (5, 5, 5, 5), (20,), (8, 8, 8, 8)], ids=str)
+def test_an_interval_of_values_of_patients_rarely_excludes_the_true_difference(
+    patients: Sequence[int],
+) -> None:
+    """Three seeds of training, which have the same patients; the second model is 0.02 better."""
+    random = np.random.default_rng(37)
+    excluded = 0
+    for _ in range(200):
+        gains = {}
+        for place, count in enumerate(patients):
+            for number in range(count):
+                gains[f"site {place}", f"patient {number}"] = random.normal(0.02, 0.05)
+        first = []
+        second = []
+        for seed in range(3):
+            sites: dict[str, dict[str, dict[str, Any]]] = {}
+            for (site, patient), gain in gains.items():
+                before = random.normal(0.5, 0.1)
+                of_site = sites.setdefault(site, {"first": {}, "second": {}})
+                of_site["first"][patient] = before
+                of_site["second"][patient] = before + gain
+            first.append(
+                run(seed, {site: dice(**values["first"]) for site, values in sites.items()})
+            )
+            second.append(
+                run(seed, {site: dice(**values["second"]) for site, values in sites.items()})
+            )
+        interval = compared(first, second).interval
+        assert interval is not None
+        excluded += not interval[0] <= 0.02 <= interval[1]
+    assert excluded <= 0.08 * 200
+
+
 def test_patients_in_another_order_are_paired_by_name() -> None:
     first = run(0, {"A": dice(a=0.5, b=0.5, c=None, d=0.25)})
     orders = dice(a=0.6, b=0.8, c=0.5, d=0.5), dice(d=0.5, c=0.5, b=0.8, a=0.6)

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq
-from scipy.stats import bootstrap, nct, norm, wilcoxon
+from scipy.stats import nct, norm, wilcoxon
 from scipy.stats import t as student
 
 from medflare.core.rng import numpy_generator
@@ -460,17 +460,14 @@ def compare_patients(
     with several cases must have them in the same order in both runs, else the pair is left out.
     Patients are drawn within their sites. There is no interval if there are fewer than six patients
     (`has_interval`), if a site has fewer than two, or if more than a tenth of the resamples are
-    undefined.
+    undefined. It is the percentile interval (Efron and Tibshirani, An Introduction to the
+    Bootstrap, 1993, Sec. 13.3), widened by `expanded_level` of the fewest patients of a site or
+    class.
 
-    Values of patients: the interval is BCa (Efron, JASA 82, 1987); where BCa is undefined, the
-    percentile interval of the defined resamples.
-
-    Metrics of classes: the percentile interval (Efron and Tibshirani, An Introduction to the
-    Bootstrap, 1993, Sec. 13.3), widened by `expanded_level`, and no p. Resamples of a class with
-    few patients can miss it, which changes the quantity. So `common_classes` alone count, in
-    difference and interval, and a site without any is left out. If no site is left, the difference
-    is of all classes and has no interval. A metric that is no mean over classes or images needs all
-    classes.
+    Metrics of classes have no p. Resamples of a class with few patients can miss it, which changes
+    the quantity. So `common_classes` alone count, in difference and interval, and a site without
+    any is left out. If no site is left, the difference is of all classes and has no interval. A
+    metric that is no mean over classes or images needs all classes.
 
     Args:
         role: of the sites, "inside" or "outside".
@@ -491,8 +488,10 @@ def compare_patients(
         if np.isnan(point):
             return Comparison(n=count)
         if of_classes:
-            return Comparison(point, _percentile_interval(usable, metric), None, count)
-        return Comparison(point, _interval(compared, metric), _wilcoxon(compared), count)
+            fewest = min((_fewest_patients(site, metric) for site in usable), default=0)
+            return Comparison(point, _interval(usable, metric, fewest), None, count)
+        fewest = min(site.patients for site in compared)
+        return Comparison(point, _interval(compared, metric, fewest), _wilcoxon(compared), count)
 
 
 def _with_classes(
@@ -576,11 +575,8 @@ def _enough_patients(sites: Sequence[_SitePairs]) -> bool:
     return min(patients, default=0) >= 2 and has_interval(sum(patients))
 
 
-def _percentile_interval(sites: Sequence[_SitePairs], metric: str) -> Interval | None:
-    """Of metrics of classes: terms that are defined for all patients have to be so in a resample,
-    else it is undefined.
-    """
-    fewest = min((_fewest_patients(site, metric) for site in sites), default=0)
+def _interval(sites: Sequence[_SitePairs], metric: str, fewest: int) -> Interval | None:
+    """`fewest`: patients of a site, or of a class at a site."""
     if fewest < 2 or not _enough_patients(sites):
         return None
     rng = numpy_generator(0, "bootstrap over patients")
@@ -638,43 +634,19 @@ def _counts(rng: np.random.Generator, patients: int, resamples: int) -> Floats:
 
 
 def _mean_gain(site: _SitePairs, metric: str, counts: Floats) -> Floats | None:
-    """Mean over runs and over the terms that are defined for all patients; None without any."""
+    """Mean over runs and over the terms that are defined for all patients; None without any.
+
+    A term of a class has to be defined in a resample, too; runs without a patient in it are left
+    out of values of patients.
+    """
+    mean = np.nanmean if "values" in site.pairs[0][0] else np.mean
     of_runs = []
     of_all = site.gains(metric, np.ones(site.patients))
     for gain, gain_of_all in zip(site.gains(metric, counts), of_all, strict=True):
         defined = np.isfinite(gain_of_all)
         if defined.any():
             of_runs.append(gain[defined].mean(axis=0))
-    return np.mean(of_runs, axis=0) if of_runs else None
-
-
-def _interval(sites: Sequence[_SitePairs], metric: str) -> Interval | None:
-    if not _enough_patients(sites):
-        return None
-
-    def statistic(*drawn: NDArray[np.int64], axis: int = -1) -> Floats:
-        """Drawn patients (..., draws), one array per site."""
-        values = []
-        for site, patients in zip(sites, drawn, strict=True):
-            rows = np.moveaxis(patients, axis, -1)
-            counts = np.apply_along_axis(np.bincount, -1, rows, minlength=site.patients)
-            of_runs = np.concatenate(site.gains(metric, counts.astype(float)))
-            values.append(np.nanmean(of_runs, axis=0))
-        return np.nanmean(np.stack(np.broadcast_arrays(*values)), axis=0)
-
-    result = bootstrap(
-        tuple(np.arange(site.patients) for site in sites),
-        statistic,
-        n_resamples=RESAMPLES,
-        batch=_BATCH,
-        vectorized=True,
-        method="BCa",
-        rng=numpy_generator(0, "bootstrap over patients"),
-    )
-    low, high = result.confidence_interval
-    if not np.isfinite([low, high]).all():
-        return percentiles(result.bootstrap_distribution)
-    return float(low), float(high)
+    return mean(of_runs, axis=0) if of_runs else None
 
 
 def _wilcoxon(sites: Sequence[_SitePairs]) -> float | None:
