@@ -976,3 +976,18 @@ def test_a_site_without_a_structure_learns_how_to_say_it(tmp_path: Path) -> None
     text = imported(tmp_path, site_folders=True, out=tmp_path / "out").render()
     assert "its structures are called disc, at A cup, disc; if it lacks some" in text
     assert '"annotated"' in text
+
+
+def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
+    """Each divides the rows; a number of the row and a constant say nothing."""
+    cells = ("row", range(20)), ("label", "ab" * 10), ("study", ["x"] * 20)
+    unused = ("exclude", [0, 1] * 10), ("val fold", [0, 1, 2, 3] * 5)
+    rows(tmp_path, *cells, ("hospital", "AB" * 10), *unused)
+    line = "t.csv: columns not used: val fold, exclude"
+    remedy = "; if val fold tells the splits, write train, val and test in it, and give"
+    notes = imported(tmp_path).dataset.notes
+    assert f"{line}{remedy} --split-column 'val fold'" in notes
+    assert line in imported(tmp_path, redraw=True, force=True).dataset.notes
+    assert not any(
+        "not used" in note for note in imported(rows(tmp_path / "b", *cells).parent).dataset.notes
+    )

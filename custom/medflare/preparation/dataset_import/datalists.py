@@ -42,7 +42,7 @@ from medflare.preparation.dataset_import.folders import (
 )
 from medflare.preparation.dataset_import.layouts import find_dataset
 from medflare.preparation.dataset_import.masks import WITHOUT_IMAGE
-from medflare.preparation.dataset_import.names import split_folder
+from medflare.preparation.dataset_import.names import shortened, split_folder
 from medflare.preparation.dataset_import.options import DEFAULTS, ImportOptions
 from medflare.preparation.dataset_import.patients import assign_patients, patient_of, patient_option
 from medflare.preparation.dataset_import.shared_patients import Sites, across_sites, shared_warning
@@ -58,7 +58,6 @@ from medflare.preparation.dataset_import.splits import draw_splits, items_by_sit
 _MAX_SITES = 30
 _MIN_IMAGES = 5
 _SHOWN = 10  # lines about incomplete images
-_LISTED = 4  # names in a message
 
 
 @dataclass(frozen=True)
@@ -355,7 +354,7 @@ def _split_warning(
     if not alone or len(set().union(*splits.values())) < 2:
         return ""
     _refuse_split_without_a_known_class(dataset, splits, root)
-    found = f"classes stand in one split only: {_shortened(alone)}"
+    found = f"classes stand in one split only: {shortened(alone)}"
     if len(alone) == len(splits) and options.kind != "classification":
         problem = (
             f"{root}: all {found}; if they are patients or splits, give {dataset.options}; "
@@ -378,20 +377,9 @@ def _refuse_split_without_a_known_class(
     tested = names["test"]
     if trained and tested and not {*trained} & {*tested} and len(trained) + len(tested) > 2:
         raise DataError(
-            f"{root}: training images have the classes {_shortened(trained)}, test images "
-            f"{_shortened(tested)}; write one class alike, or draw new splits with --redraw"
+            f"{root}: training images have the classes {shortened(trained)}, test images "
+            f"{shortened(tested)}; write one class alike, or draw new splits with --redraw"
         )
-
-
-def _shortened(names: Sequence[str]) -> str:
-    """The first names, and how many more there are.
-
-    Examples:
-        >>> _shortened(["a", "b", "c", "d", "e", "f"])
-        'a, b, c, d and 2 more'
-    """
-    shown = ", ".join(names[:_LISTED])
-    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
 
 
 def _site_warning(items: Sequence[Item], root: Path) -> str:
@@ -428,10 +416,10 @@ def _apart_warning(dataset: Dataset, sites: Sites) -> str:
     apart = []
     for site, classes in classes_of.items():
         if classes and all(sites_with[name] == 1 for name in classes):
-            apart.append(f"{site} ({_shortened(classes)})")
+            apart.append(f"{site} ({shortened(classes)})")
     if not apart or len(classes_of) < 2:
         return ""
-    found = f"sites without a class of another site: {_shortened(apart)}"
+    found = f"sites without a class of another site: {shortened(apart)}"
     return f"{found}; if they are the same classes, write the same names at all sites"
 
 

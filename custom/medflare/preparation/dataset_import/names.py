@@ -21,6 +21,7 @@ MASK_WORDS = _MASK | {"ground"}
 IMAGE_WORDS = frozenset(WORDS["image"])
 SPLIT_OF_WORD: dict[str, str] = WORDS["split"]
 SPLIT_WORDS = frozenset((*SPLIT_OF_WORD, "split", "splits"))
+_LISTED = 4  # names in a message
 _IGNORED_WORDS = IMAGE_WORDS | MASK_WORDS.union(WORDS["other"])
 _NO_NAMES = _IGNORED_WORDS | SPLIT_OF_WORD.keys()
 _LOWER = r"[^\W\d_A-Z]"  # a letter, but A to Z
@@ -183,6 +184,17 @@ def ungraded(names: Sequence[str]) -> list[str]:
     if len(names) - len(below) > 1:
         found = [*below, *found]
     return found if len(found) < len(names) else []
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first names, and how many more there are.
+
+    Examples:
+        >>> shortened(["a", "b", "c", "d", "e", "f"])
+        'a, b, c, d and 2 more'
+    """
+    shown = ", ".join(names[:_LISTED])
+    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
 
 
 def number_of(text: str) -> float | None:

@@ -1,6 +1,7 @@
 """The images of a table, with their labels, patients and splits."""
 
 import re
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -31,10 +32,12 @@ from medflare.preparation.dataset_import.folders import (
 from medflare.preparation.dataset_import.frames import SAMPLED_ROWS, UnrelatedTableError
 from medflare.preparation.dataset_import.image_table import ImageTable, is_path
 from medflare.preparation.dataset_import.names import (
+    SPLIT_WORDS,
     WORDS,
     number_of,
     numbered,
     refuse_variants,
+    shortened,
     sorted_labels,
     split_name,
     ungraded,
@@ -44,6 +47,7 @@ from medflare.preparation.dataset_import.options import DEFAULTS, Columns, Impor
 
 _DATE = re.compile(r"\d{4}-\d\d-\d\d 00:00:00")  # of a cell of Excel
 _MASK_COLUMNS: list[str] = WORDS["column"]["mask"]  # usual names
+_SPLIT_OR_FOLD = SPLIT_WORDS | {"fold", "folds"}
 _MAX_LEVELS = 8  # more numbers with decimals are a measurement, and no classes
 # How programs write a missing value, in lower case (those that pandas knows).
 _MISSING: list[str] = WORDS["missing_value"]
@@ -84,12 +88,13 @@ def read_tables(tables: Sequence[ImageTable], options: ImportOptions = DEFAULTS)
             )
         for column in _site_columns(table, used):
             names_of_sites[column].update(filter(None, table.frame[column]))
+        of_patient = _columns_of_a_patients_images(table, used)
+        notes += _unused_columns(table, used, of_patient, options.redraw)
         notes += _missing_words(table, used)
         notes += _without_wrong_ages(table, used)
         if used["label"] and not (options.kind or columns.label):
             _refuse_masks_beside(table, used["label"])
         folder_column = folder_column or _folder_column(table, used)
-        of_patient = _columns_of_a_patients_images(table, used)
         notes += prefixed(path.name, map(_tells_apart, of_patient))
         rows, incomplete = _read_rows(table, used, options.redraw, of_patient)
         read, repeated = _each_once(rows, listed)
@@ -404,6 +409,25 @@ def _missing_words(table: ImageTable, used: UsedColumns) -> list[str]:
                 "empty the cells if values are missing"
             )
     return lines
+
+
+def _unused_columns(
+    table: ImageTable, used: UsedColumns, of_patient: Sequence[str], redraw: bool
+) -> list[str]:
+    """A line about the other columns that divide the rows, but those that may name the sites."""
+    taken = {*chain(*used.values()), *of_patient, *_site_columns(table, used)}
+    rows = len(table.frame)
+    varying = [name for name, cells in table.frame.items() if 1 < cells.nunique() < rows]
+    others = [name for name in varying if name not in taken]
+    if not others:
+        return []
+    # Those of splits and folds first.
+    others.sort(key=lambda name: _SPLIT_OR_FOLD.isdisjoint(words(name)))
+    line = f"{table.path.name}: columns not used: {shortened(others)}"
+    if not (_SPLIT_OR_FOLD.isdisjoint(words(others[0])) or used["split"] or redraw):
+        option = f"give --split-column {shlex.quote(others[0])}"
+        line += f"; if {others[0]} tells the splits, write train, val and test in it, and {option}"
+    return [line]
 
 
 def _site_columns(table: ImageTable, used: UsedColumns) -> list[str]:
