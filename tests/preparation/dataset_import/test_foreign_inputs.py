@@ -100,7 +100,8 @@ def test_numbers_that_excel_has_shortened_name_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "cell", ["{p}", "data/{p}", "data\\{p}\\", "{p}/study1", "{root}/data/{p}/"]
+    "cell",
+    ["{p}", "data/{p}", "data\\{p}\\", "{p}/study1", "{root}/data/{p}/", "x/y/data/{p}/study1/"],
 )
 def test_a_row_of_a_folder_is_of_all_its_images(cell: str, tmp_path: Path) -> None:
     for number in NUMBERS:

@@ -106,10 +106,16 @@ class ImageTable:
         return False
 
     def _of_patient(self, cell: str) -> list[Path]:
-        """The images of a patient, or below a folder, whose path may begin with the whole one's."""
+        """The images of a patient, or below a folder, whose path may begin as elsewhere."""
         path = cell.replace("\\", "/").strip("/")
         inner = path.removeprefix(f"{self.folder.root.resolve().name}/")
-        return self._by_patient.get(path) or self._by_patient.get(inner, [])
+        images = self._by_patient.get(path) or self._by_patient.get(inner, [])
+        while not images and "/" in inner:
+            inner = inner.partition("/")[2]
+            home = self.folder.root / inner
+            listed = self._by_patient.get(inner, [])
+            images = [image for image in listed if image.is_relative_to(home)]
+        return images
 
     def images(self, cell: str, location: str) -> Sequence[Path]:
         """The image that a cell names, otherwise those of a patient: of DICOM's PatientID, or in
