@@ -633,6 +633,15 @@ def test_masks_of_segments_follow_the_names_of_the_structures(
     np.testing.assert_array_equal(several, np.stack(expected))
 
 
+def test_segments_of_one_name_are_one_structure(site: Path) -> None:
+    liver, spleen = structures().values()
+    left = liver.copy()
+    left[:2] = False
+    segment(site, liver=liver & ~left, Liver=left, spleen=spleen)
+    several = mask_of(site, target="multilabel", labels=["spleen", "liver"], orientation="LPS")
+    np.testing.assert_array_equal(several, np.stack([spleen, liver]))
+
+
 @pytest.mark.parametrize("names", [("Spleen", "LIVER"), ("first", "second")])
 def test_segments_have_the_values_of_labels_of_their_names_in_any_case(
     names: tuple[str, str], site: Path

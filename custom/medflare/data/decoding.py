@@ -210,7 +210,11 @@ class Source:
             return masks
         if not set(wanted) <= set(names):
             raise _wrong_segments(path, segments, structures)
-        return masks[[names.index(name) for name in wanted]]
+        ordered = []
+        for structure in wanted:
+            of_structure = [name == structure for name in names]
+            ordered.append(masks[of_structure].max(axis=0))
+        return np.stack(ordered)
 
     def state(self, entry: DatalistItem) -> Any:
         """The bounds of an image, and name, size and modification time of each of its files; None

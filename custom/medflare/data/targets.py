@@ -252,6 +252,17 @@ def _renamed(
     return f'"labels" of {FILE} count so: {", ".join(pairs)}'
 
 
+def same_names(names: Mapping[str, Sequence[int]], others: Mapping[str, Sequence[int]]) -> bool:
+    """Whether two sites give the same names the same numbers, see `datalist.class_numbers`.
+
+    Examples:
+        >>> same_names({"liver": [1]}, {"Liver": [1]}), same_names({"liver": [1]}, {"liver": [2]})
+        (True, False)
+    """
+    plain = {plain_name(name): numbers for name, numbers in names.items()}
+    return plain == {plain_name(name): numbers for name, numbers in others.items()}
+
+
 class SiteStructures(NamedTuple):
     """What a site's datalist says of its structures."""
 

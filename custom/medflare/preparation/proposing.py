@@ -46,6 +46,7 @@ from medflare.data.targets import (
     SiteStructures,
     differing_structures,
     plain_name,
+    same_names,
     scarce,
     scarce_line,
 )
@@ -201,7 +202,7 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
     kind = kind_of_labels(listed[0])
     names = class_numbers(headers[0].get("labels"))
     for folder, header in zip(folders, headers, strict=True):
-        if class_numbers(header.get("labels")) != names:
+        if not same_names(class_numbers(header.get("labels")), names):
             problem = f"its labels are not those of {folders[0] / FILE}; make them equal"
             if kind == "segmentation":
                 first = _site_structures(folders[0])

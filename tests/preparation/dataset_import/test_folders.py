@@ -243,6 +243,22 @@ def test_a_slice_with_the_name_of_its_series_is_one_of_all_slices(tmp_path: Path
     assert len([*(tmp_path / "out" / entry["image"]).iterdir()]) == 4
 
 
+def test_a_localizer_without_a_mask_is_named_by_its_file(tmp_path: Path) -> None:
+    """As an archive exports a study: the slices of several series in one folder."""
+    pairs(tmp_path)
+    for number, name in enumerate(("scan", "scout")):
+        series = series_of(tmp_path / name, number)
+        if number:
+            change(series, ImageType=["ORIGINAL", "PRIMARY", "LOCALIZER"])
+        for file in series.iterdir():
+            file.rename(tmp_path / f"{name}{file.name}")
+        series.rmdir()
+    assert "the first: scan0.dcm: no mask" in error_of(tmp_path)
+    for file in tmp_path.glob("scan*"):
+        file.unlink()
+    assert "the first: scout0.dcm (a localizer): no mask" in error_of(tmp_path)
+
+
 def test_a_dicom_series_has_the_segmentation_that_refers_to_it(tmp_path: Path) -> None:
     """As an archive exports a study: folders named by UIDs, the segmentation among the slices or in a folder of its own."""
     pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
@@ -260,8 +276,9 @@ def test_a_dicom_series_has_the_segmentation_that_refers_to_it(tmp_path: Path) -
         series = series_of(tmp_path / f"study{number}" / f"1.2.{number}", number)
         mask = series / "900.dcm" if number % 2 else series.parent / "9.9" / "1.dcm"
         mask.parent.mkdir(exist_ok=True)
-        structures = {"liver": np.zeros((5, 6, 4), bool), "spleen": np.zeros((5, 6, 4), bool)}
-        structures["liver"][1:3, 2:5, 1:3] = True
+        name = "Liver" if number == 3 else "liver"  # one structure
+        structures = {name: np.zeros((5, 6, 4), bool), "spleen": np.zeros((5, 6, 4), bool)}
+        structures[name][1:3, 2:5, 1:3] = True
         structures["spleen"][4, 0, 3] = True
         mask.write_bytes(dicom_seg(series, structures, task))
         expected[str(series.relative_to(tmp_path))] = (

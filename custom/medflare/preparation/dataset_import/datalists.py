@@ -26,7 +26,7 @@ from medflare.data.reading import (
     stem,
     suffix,
 )
-from medflare.data.targets import SiteStructures, check_structure, differing_structures
+from medflare.data.targets import SiteStructures, check_structure, differing_structures, same_names
 from medflare.preparation.dataset_import.alike_sites import with_all_channels, with_all_classes
 from medflare.preparation.dataset_import.columns import ColumnError
 from medflare.preparation.dataset_import.folders import (
@@ -463,7 +463,7 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
             of_warning[warning].append(site)
         notes += prefixed(site, dataset.notes)
         missing += prefixed(site, dataset.missing)
-        if class_numbers(dataset.labels) != class_numbers(first.labels):
+        if not same_names(class_numbers(dataset.labels), class_numbers(first.labels)):
             here = _structures_of(site, dataset)
             there = _structures_of(first_site, first)
             of_warning[differing_structures(here, there)].append(site)

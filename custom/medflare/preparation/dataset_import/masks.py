@@ -12,7 +12,8 @@ import numpy as np
 from medflare.core.errors import DataError
 from medflare.core.text import read_json
 from medflare.data.dicom import tags_of
-from medflare.data.reading import NIFTI, PICTURES, explained, read_stored, stem, suffix
+from medflare.data.reading import NIFTI, PICTURES, dicom_files, explained, read_stored, stem, suffix
+from medflare.data.targets import plain_name
 from medflare.preparation.dataset_import.folders import HEADER, Dataset, ImageFolder, Item
 from medflare.preparation.dataset_import.names import WORDS, numbered, words
 
@@ -342,23 +343,37 @@ def _line_without_mask(folder: ImageFolder, image: Path) -> str:
     """An image without a mask, and why: none has its name, or several have."""
     fitting = _fitting_masks(folder, image)
     if len(fitting) < 2:
-        return f"{folder.relative(image)}: no mask"
+        return f"{name_of_image(folder, image)}: no mask"
     return (
-        f"{folder.relative(image)}: {folder.both(*fitting[:2])} can be its mask (give "
+        f"{name_of_image(folder, image)}: {folder.both(*fitting[:2])} can be its mask (give "
         "--site-folders if the folders are sites, or a table with --mask-column, and a column for "
         "each structure)"
     )
 
 
+def name_of_image(folder: ImageFolder, image: Path) -> str:
+    """An image by a file or folder that exists, a localizer of DICOM called so."""
+    file, *_ = folder.slices.get(image, (image,))
+    name = folder.relative(file)
+    if image not in folder.studies:
+        return name
+    with explained(file):
+        kinds = tags_of(dicom_files(file)[0], "ImageType").get("ImageType") or ()
+    return f"{name} (a localizer)" if "LOCALIZER" in kinds else name
+
+
 def _segment_labels(masks: Iterable[Path]) -> dict[str, str]:
-    """Number -> label of the segments of DICOM segmentations, numbered as they are met."""
-    names: dict[str, None] = {}
+    """Number -> label of the segments of DICOM segmentations, numbered as they are met; of two
+    spellings of one the first.
+    """
+    names: dict[str, str] = {}
     for mask in sorted(masks):
         with explained(mask):
             segments = tags_of(mask, "SegmentSequence").SegmentSequence
         for segment in segments:
-            names[str(segment.SegmentLabel)] = None
-    return numbered(names, start=1)
+            label = str(segment.SegmentLabel)
+            names.setdefault(plain_name(label), label)
+    return numbered(names.values(), start=1)
 
 
 def _read_header(folder: ImageFolder) -> tuple[dict[str, Any], dict[str, str]]:

@@ -18,7 +18,12 @@ from medflare.preparation.dataset_import.folders import (
     folders_below,
     split_above,
 )
-from medflare.preparation.dataset_import.masks import WITHOUT_IMAGE, are_masks, structure_name
+from medflare.preparation.dataset_import.masks import (
+    WITHOUT_IMAGE,
+    are_masks,
+    name_of_image,
+    structure_name,
+)
 from medflare.preparation.dataset_import.names import (
     IMAGE_WORDS,
     MASK_WORDS,
@@ -103,8 +108,8 @@ def _of_structures(
         lacking = [structure for structure in structures if structure not in masks]
         if lacking:
             incomplete.append(
-                f"{folder.relative(image)}: no mask of {lacking[0]} (save an empty one if the "
-                "image does not show it)"
+                f"{name_of_image(folder, image)}: no mask of {lacking[0]} (save an empty one if "
+                "the image does not show it)"
             )
             continue
         of_image = [masks[structure] for structure in structures]
