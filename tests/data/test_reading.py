@@ -386,6 +386,21 @@ def test_a_nifti_header_without_lengths(
     assert not caplog.records and capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("bare", ["image", "mask"])
+def test_a_header_without_an_orientation_is_named(bare: str, tmp_path: Path) -> None:
+    """Not the other file, which would be resampled in vain."""
+    files = {}
+    for name in ("image", "mask"):
+        matrix = None if name == bare else affine("LPS")
+        header = nibabel.Nifti1Image(VOLUME, matrix)
+        assert not header.header["qform_code"]
+        files[name] = tmp_path / f"{name}.nii.gz"
+        nibabel.save(header, files[name])
+    image = read_image([files["image"]], WHOLE)
+    with pytest.raises(DataError, match=rf"{bare}\.nii\.gz: its header gives no orientation"):
+        read_mask(files["mask"], files["image"], image, WHOLE)
+
+
 def two_forms(path: Path, qform: np.ndarray, sform: np.ndarray, codes: tuple[int, int]) -> Path:
     image = nibabel.Nifti1Image(VOLUME, sform)
     image.set_qform(qform, codes[0])

@@ -29,6 +29,8 @@ class Grid:
     affine: np.ndarray  # float64 (4, 4), voxel indices to millimetres in RAS
     has_affine: bool = True  # whether the file gives the affine; else it is the identity
     has_spacing: bool = True  # whether the file gives all lengths; else some of the affine are 1
+    # Whether the file gives the directions of the axes; else nibabel assumes them.
+    has_directions: bool = True
 
     @property
     def spacing(self) -> tuple[float, ...] | None:
@@ -142,6 +144,13 @@ def check_same_grid(file: Path, grid: Grid | None, other: Path, other_grid: Grid
     if grid is None or other_grid is None:
         return
     difference = other_grid.difference(grid)
+    if difference and grid.has_directions != other_grid.has_directions:
+        without, given = (other, file) if grid.has_directions else (file, other)
+        raise DataError(
+            f"{without}: its header gives no orientation (sform and qform code 0), that of "
+            f"{given} does ({difference}); convert it again, or give it that sform if the "
+            "voxels of both run alike"
+        )
     if difference:
         raise DataError(
             f"{file}: lies on another grid than {other.name} ({difference}); "

@@ -476,7 +476,9 @@ def _read_nifti(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
     # Without an sform the lengths are pixdim's. nibabel reads 0 as 1 mm, and -2 as 2 mm; other
     # programs differ.
     lengths = bool(raw["sform_code"] > 0 or (raw["pixdim"][1:4] > 0).all())
-    grid = Grid(array.shape[:3], np.asarray(image.affine, np.float64), has_spacing=lengths)
+    directions = bool(max(raw["sform_code"], raw["qform_code"]) > 0)
+    matrix = np.asarray(image.affine, np.float64)
+    grid = Grid(array.shape[:3], matrix, has_spacing=lengths, has_directions=directions)
     grid.check(path)
     _check_forms(image, raw, path)
     channels = np.moveaxis(array, -1, 0) if array.ndim == 4 else array[None]
