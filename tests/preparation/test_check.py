@@ -21,7 +21,13 @@ from medflare.data.loading import SiteData, Split, load_site_data
 from medflare.data.local import LocalSettings
 from medflare.data.transforms import Preprocessing
 from medflare.preparation import check
-from medflare.preparation.check import check_site, check_task, intensity_problem, site_shift
+from medflare.preparation.check import (
+    SiteCheck,
+    check_site,
+    check_task,
+    intensity_problem,
+    site_shift,
+)
 from medflare.preparation.dataset_import.datalists import import_folder
 from medflare.tasks.config import TaskConfig, load_task
 
@@ -101,6 +107,9 @@ def test_only_the_first_problems_are_printed(make_site: SiteOf, make_task: TaskO
     for number in range(20):
         (folder / f"images/{number}.png").unlink()
     text = check_site(folder, make_task()).render()
+    assert text.count("PROBLEM") == 1 and f"20 alike, the first: {folder}/images/0.png: " in text
+    lines = SiteCheck(problems=[f"{number}.png: {number}" for number in range(20)])
+    text = "\n".join(lines.lines(make_task()))
     assert text.count("PROBLEM") == 11 and "... and 10 more" in text
 
 

@@ -330,7 +330,7 @@ def _task(name: str | None, root: Path) -> "TaskConfig":
 
     DataError: no task can be proposed.
     """
-    from medflare.preparation.proposing import TaskHints, propose
+    from medflare.preparation.proposing import TaskHints, UnclearValuesError, propose
     from medflare.tasks.config import load_task
 
     if name is not None:
@@ -344,7 +344,8 @@ def _task(name: str | None, root: Path) -> "TaskConfig":
     try:
         task = load_task(propose(root, TaskHints()).settings)
     except DataError as error:
-        raise DataError(f"no task can be proposed: {error}; or name one with --task") from error
+        remedy = "; or name one with --task" if isinstance(error, UnclearValuesError) else ""
+        raise DataError(f"no task can be proposed: {error}{remedy}") from error
     print(
         f"task: {task.name}, as medflare task init proposes it; name another with --task",
         file=sys.stderr,

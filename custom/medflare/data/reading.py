@@ -679,7 +679,8 @@ def _volume_grid(stored: Stored, path: Path, task: TaskConfig) -> Grid:
     if stored.grid is None:
         raise DataError(
             f"{path}: no volume, the task has spatial_dims 3; "
-            "give NIfTI files, or DICOM series with positions, or set spatial_dims 2 (--dims 2)"
+            "give NIfTI files, or DICOM series with positions, or set spatial_dims 2 "
+            "(medflare task init --dims 2)"
         )
     stored.grid.check(path)
     if task.spacing is not None and stored.grid.spacing is None:

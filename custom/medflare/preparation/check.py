@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 from torch.utils.data import ConcatDataset
 
-from medflare.core.errors import ConfigError, DataError
+from medflare.core.errors import ConfigError, DataError, UnreadableError
 from medflare.core.rng import numpy_generator, seeded
 from medflare.core.store import make_folder, write_atomically
 from medflare.core.text import format_shape, printable
@@ -52,6 +52,7 @@ _SHEET = "thumbnails.png"
 # What the folders of this tool's output hold: checks, runs, and folders of runs.
 _OUTPUTS = (_SHEET, "results.json", "*/results.json")
 _MAX_PROBLEMS = 10  # printed per site
+_MAX_ALIKE = 3  # problems of one text that are printed each
 _MAX_SIZES = 3  # printed per site
 _INTENSITY_IMAGES = 20  # images of a site whose intensities are judged
 _MOST_NUMBERS = 2**20  # of an image, for its mean, deviation and transform
@@ -110,11 +111,24 @@ class SiteCheck:
         lines = [f"{name:{width}}{value}" for name, value in rows.items() if value]
         for note in self.notes:
             lines.append(f"note: {note}")
-        for line in _first_lines(self.left_out):
+        for line in _first_lines(_grouped(self.left_out)):
             lines.append(f"left out: {line}")
-        for problem in _first_lines(self.problems):
+        for problem in _first_lines(_grouped(self.problems)):
             lines.append(f"PROBLEM: {problem}")
         return lines
+
+
+def _grouped(lines: Iterable[str]) -> list[str]:
+    """The lines, FILE: TEXT; more than three with one text as one, with the first file."""
+    by_text = defaultdict(list)
+    for line in lines:
+        by_text[line.partition(": ")[2] or line].append(line)
+    shown = []
+    for alike in by_text.values():
+        if len(alike) > _MAX_ALIKE:
+            alike = [f"{len(alike)} alike, the first: {alike[0]}"]
+        shown += alike
+    return shown
 
 
 def _first_lines(lines: list[str]) -> list[str]:
@@ -229,7 +243,10 @@ def check_site(
 
 
 def unreadable_files(root: Path) -> list[str]:
-    """A line for each file of the datalists below a folder that cannot be read, without a task."""
+    """A line for each file of the datalists below a folder that cannot be read, without a task; one
+    for many with one problem, unless they are damaged.
+    """
+    damaged = []
     lines = []
     for folder in site_folders(root):
         listed = read_datalist(folder, "classification")
@@ -240,9 +257,11 @@ def unreadable_files(root: Path) -> list[str]:
             for file in entry.paths:
                 try:
                     read_stored(file, mask=file in entry.masks)
+                except UnreadableError as error:
+                    damaged.append(str(error))
                 except DataError as error:
                     lines.append(str(error))
-    return lines
+    return damaged + _grouped(lines)
 
 
 def _no_sites(root: Path, out: Path | str | None) -> str:

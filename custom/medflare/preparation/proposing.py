@@ -101,6 +101,10 @@ TIMED_ROUNDS = 20  # of a run whose time is printed
 _LATE = 1.25  # times the limit of a round, from which a warning says so
 
 
+class UnclearValuesError(DataError):
+    """Masks have values that mean nothing without a task."""
+
+
 @dataclass(frozen=True)
 class TaskHints:
     """What the user knows about the task; empty values are proposed."""
@@ -432,7 +436,8 @@ def _check_palettes(entries: Sequence[DatalistItem]) -> None:
 def _mask_values(entries: Sequence[DatalistItem], *, named: bool) -> tuple[int, list[int]]:
     """The value of the background, and the other values of masks, sorted.
 
-    DataError for values of noise, or of a border as in Pascal VOC, unless the user has `named` all.
+    UnclearValuesError for values of noise, or of a border as in Pascal VOC, unless the user has
+    `named` all.
 
     The background is 0, or the value of all corners of all masks, as in REFUGE, where it is 255 and
     0 is the cup.
@@ -457,12 +462,12 @@ def _mask_values(entries: Sequence[DatalistItem], *, named: bool) -> tuple[int, 
             with_255 |= shown
         corners.update(mask[0][np.ix_(*[[0, -1]] * (mask.ndim - 1))].ravel().tolist())
         if len(values) > _MAX_VALUES:
-            raise DataError(
+            raise UnclearValuesError(
                 f"{entry.masks[0]}: masks have more than {_MAX_VALUES} values (soft edges, or a "
                 "number for each object?); store the numbers of structures, as PNG or NIfTI"
             )
     if not named and _count_objects(of_masks):
-        raise DataError(
+        raise UnclearValuesError(
             f"{file_of[max(values)]}: masks hold values up to {max(values)}, others fewer of "
             "them, as numbers of objects; store 1 for each object, or name a structure for each "
             "value with --labels"
@@ -475,7 +480,7 @@ def _mask_values(entries: Sequence[DatalistItem], *, named: bool) -> tuple[int, 
     values.discard(background)
     if not named and min(values, default=0) < _LOW < _HIGH < max(values, default=0):
         listed = ", ".join(map(str, sorted(values)))
-        raise DataError(
+        raise UnclearValuesError(
             f"{file_of[min(values)]}: masks hold values near 0 and near 255 ({listed}); store 0 "
             "for noise and for a border that does not count, and one value for each structure, or "
             "name a structure for each value with --labels"

@@ -324,6 +324,21 @@ def test_volumes_without_a_spacing_are_named(
     assert "1 images give no spacing, so distances are in voxels" in capsys.readouterr().out
 
 
+def test_tilted_volumes_are_listed_as_one_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files(tmp_path, "{n}.nii.gz", "{n}_seg.nii.gz*")
+    tilted = np.eye(4)
+    tilted[1:3, 1:3] = [[0.77, -0.64], [0.64, 0.77]]
+    for file in tmp_path.glob("*.nii.gz"):
+        image = nibabel.load(file)
+        nibabel.save(nibabel.Nifti1Image(np.asanyarray(image.dataobj), tilted), file)
+    imported(tmp_path)
+    assert main(["data", "check", str(tmp_path)]) == 1
+    (problem,) = capsys.readouterr().out.splitlines()
+    assert problem.startswith(f"PROBLEM: 20 alike, the first: {tmp_path}")
+
+
 def test_every_file_that_cannot_be_read_is_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -334,7 +349,7 @@ def test_every_file_that_cannot_be_read_is_listed(
     assert main(["data", "check", str(tmp_path)]) == 1
     shown = capsys.readouterr()
     assert [line.partition(":")[0] for line in shown.out.splitlines()].count("PROBLEM") == 2
-    assert "no task can be proposed" in shown.err
+    assert "no task can be proposed" in shown.err and "--task" not in shown.err
     assert main(["task", "init", str(tmp_path), "--out", str(tmp_path / "task.json")]) == 1
     assert "medflare data check DATA lists all such files" in capsys.readouterr().err
 

@@ -10,6 +10,7 @@ from PIL import Image
 
 from helpers.downloaded_folders import mask, picture, table
 from helpers.volume_sites import write
+from medflare.cli import main
 from medflare.core.errors import DataError
 from medflare.data.datalist import read_datalist
 from medflare.data.reading import read_stored
@@ -429,7 +430,9 @@ def test_masks_of_jpeg(tmp_path: Path) -> None:
     assert not read_stored(tmp_path / "empty.jpg", mask=True).array.any()
 
 
-def test_numbers_of_objects_are_asked_about(tmp_path: Path) -> None:
+def test_numbers_of_objects_are_asked_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As GlaS, where each gland of an image has its number."""
     for number in NUMBERS:
         picture(tmp_path / f"train_{number}.bmp")
@@ -437,5 +440,7 @@ def test_numbers_of_objects_are_asked_about(tmp_path: Path) -> None:
     imported(tmp_path)
     with pytest.raises(DataError, match=r"values up to 4, .* as numbers of objects"):
         summarise(tmp_path, TaskHints())
+    assert main(["data", "check", str(tmp_path)]) == 1
+    assert "; or name one with --task" in capsys.readouterr().err
     labels = ("a", "b", "c", "d")
     assert summarise(tmp_path, TaskHints(labels=labels)).settings["labels"][1:] == [*labels]
