@@ -310,7 +310,7 @@ def differing_structures(site: SiteStructures, other: SiteStructures) -> str:
 def _numbered(site: SiteStructures) -> str:
     """The structures with their numbers."""
     parts = []
-    for name, numbers in sorted(site.names.items(), key=lambda pair: pair[1]):
+    for name, numbers in sorted(site.names.items(), key=lambda pair: list(pair[1])):
         parts.append(f"{' and '.join(map(str, numbers))} {name}")
     return ", ".join(parts)
 
