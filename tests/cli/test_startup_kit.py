@@ -71,6 +71,8 @@ def test_processes_of_a_site_with_a_relay_use_mtls(site: Kit) -> None:
     assert _actions(set_up(site, KitSettings()))["comm_config.json"] == "changed"
     internal = _read(site, "comm_config.json")["internal"]
     assert internal["resources"]["connection_security"] == "mtls"
+    _write(site, "comm_config.json", {"internal": {"scheme": "shared-file", "resources": listener}})
+    assert _actions(set_up(site, KitSettings()))["comm_config.json"] == "kept"
 
 
 def test_a_kit_with_a_link_to_another_one_is_refused(site: Kit, server: Kit) -> None:

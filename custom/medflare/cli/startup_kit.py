@@ -425,7 +425,8 @@ def _communication(kit: Kit, settings: KitSettings, content: JsonDict | None) ->
     content = content or {}
     internal = content.setdefault("internal", {"scheme": "tcp"})
     resources = internal.setdefault("resources", {"host": "localhost"})
-    resources["connection_security"] = "mtls"  # FLARE sets "clear" where a site has a relay
+    if internal.get("scheme") != "shared-file":  # whose files have no TLS
+        resources["connection_security"] = "mtls"  # FLARE sets "clear" where a site has a relay
     return content
 
 
