@@ -57,7 +57,7 @@ OTHER_TASKS = {"condist": load_task(tiny_phantom())}
 def test_every_method_passes_the_kit(name: str) -> None:
     checks = check_method(name, OTHER_TASKS.get(name, TASK), **SHORTER.get(name, {}))
     assert [f"{check.name}: {check.problem}" for check in checks if check.problem] == []
-    assert len(checks) == 8
+    assert len(checks) == 9
 
 
 def test_all_methods_but_prr_keep_the_optimizers_moments_by_default() -> None:

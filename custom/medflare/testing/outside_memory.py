@@ -24,20 +24,24 @@ class OutsideMemory:
 
     def changed(self) -> str:
         """The first value that is not as it was; "" if all are."""
-        for owner, name, _, before in self._before:
-            if not _equal(vars(owner).get(name), before):
-                return f"{owner.__name__}.{name}"
+        for owner, name, _, _ in self._differing():
+            return f"{owner.__name__}.{name}"
         return ""
 
     def restore(self) -> None:
         """Set all values back, containers in place."""
-        for owner, name, value, before in self._before:
+        for owner, name, value, before in self._differing():
             if isinstance(value, list):
                 value[:] = copy.deepcopy(before)
             elif isinstance(value, dict | set):
                 value.clear()
                 value.update(copy.deepcopy(before))
             setattr(owner, name, value)
+
+    def _differing(self) -> Iterator[tuple[Any, str, Any, Any]]:
+        for owner, name, value, before in self._before:
+            if not _equal(vars(owner).get(name), before):
+                yield owner, name, value, before
 
 
 def _owners(method: Method) -> list[Any]:
