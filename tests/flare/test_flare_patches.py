@@ -51,7 +51,7 @@ from nvflare.fuel.utils.fobs import FOBSContextKey
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 from nvflare.private.admin_defs import Message as AdminMessage
 from nvflare.private.defs import CellMessageHeaderKeys, RequestHeader, new_cell_message
-from nvflare.private.fed.app.simulator import simulator_runner, simulator_worker
+from nvflare.private.fed.app.simulator import simulator_runner
 from nvflare.private.fed.client import client_runner
 from nvflare.private.fed.client.admin import FedAdminAgent
 from nvflare.private.fed.client.client_engine import ClientEngine
@@ -675,7 +675,6 @@ def test_flare_source_waits_for_seconds_between_two_looks() -> None:
     assert "time.sleep(1.0)" in source and "time.sleep(interval)" in source
     assert "time.sleep(0.5)" in inspect.getsource(client_runner.ClientRunner.init_run)
     assert "time.sleep(shutdown_grace_time)" in inspect.getsource(mpm.MainProcessMonitor)
-    assert "time.sleep(interval)" in inspect.getsource(simulator_worker.ClientTaskWorker)
 
 
 def test_the_simulator_looks_ten_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

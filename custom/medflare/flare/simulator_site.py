@@ -42,6 +42,5 @@ if __name__ == "__main__":
 
     simulator_worker.Listener = SiteListener
     client_runner.time = Clock
-    simulator_worker.time = Clock
     arguments = simulator_worker.parse_arguments()
     MainProcessMonitor.run(simulator_worker.main, run_dir=arguments.workspace, args=arguments)
