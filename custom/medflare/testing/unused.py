@@ -5,6 +5,7 @@ import inspect
 import sys
 from collections.abc import Container, Iterator
 from difflib import get_close_matches
+from itertools import chain
 from types import FunctionType
 
 from medflare.core.phases import is_declared
@@ -28,7 +29,7 @@ def unused(method: Method, asked: Container[str]) -> str:
     `asked`: phases that the steps of a schedule ask for.
     """
     foreign = foreign_classes(method)
-    used = {name for module in _modules_of(foreign) for name in _names_in(module)}
+    used = set(chain.from_iterable(map(_names_in, {cls.__module__ for cls in foreign})))
     if not used:  # no source, as in a notebook
         return ""
     for hyper in method.hyper_classes.values():
@@ -40,6 +41,8 @@ def unused(method: Method, asked: Container[str]) -> str:
                         f"no code of the method reads its hyper-parameter {name!r}; use it, or "
                         "leave it out"
                     )
+    # Another module of the package may call a function.
+    used.update(chain.from_iterable(map(_names_in, _modules_of(foreign))))
     for cls in foreign:
         inherited = _names_of(cls)
         for name, value in vars(cls).items():
@@ -59,7 +62,7 @@ def unused(method: Method, asked: Container[str]) -> str:
 
 
 def _modules_of(classes: list[type]) -> list[str]:
-    """The modules that are loaded of the packages of some classes, and theirs."""
+    """The modules that are loaded of the packages of some classes."""
     packages = {cls.__module__.partition(".")[0] for cls in classes}
     return [name for name in sys.modules if name.partition(".")[0] in packages]
 
