@@ -145,10 +145,10 @@ def check_same_grid(file: Path, grid: Grid | None, other: Path, other_grid: Grid
         return
     difference = other_grid.difference(grid)
     if difference and grid.has_directions != other_grid.has_directions:
-        without, given = (other, file) if grid.has_directions else (file, other)
+        without, oriented = (other, file) if grid.has_directions else (file, other)
         raise DataError(
             f"{without}: its header gives no orientation (sform and qform code 0), that of "
-            f"{given} does ({difference}); convert it again, or give it that sform if the "
+            f"{oriented} does ({difference}); convert it again, or give it that sform if the "
             "voxels of both run alike"
         )
     if difference:

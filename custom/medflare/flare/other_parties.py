@@ -509,10 +509,10 @@ def authorize_before_deployment() -> None:
             refused(workspace, job_id, TrainingTopic.DEPLOY, reason)
             return reason
         clean(workspace.root_dir)
-        elsewhere = f"{job_id}.{secrets.token_hex(8)}"
-        unpacked = Path(workspace.get_run_dir(elsewhere))
+        staged_job = f"{job_id}.{secrets.token_hex(8)}"
+        unpacked = Path(workspace.get_run_dir(staged_job))
         try:
-            refusal = deploy(deployer, workspace, elsewhere, job_meta, **words)
+            refusal = deploy(deployer, workspace, staged_job, job_meta, **words)
             if refusal:
                 refused(workspace, job_id, TrainingTopic.DEPLOY, refusal)
                 return refusal

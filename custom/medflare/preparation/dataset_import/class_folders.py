@@ -31,6 +31,7 @@ from medflare.preparation.dataset_import.names import (
     PATIENT,
     SPLIT_OF_WORD,
     WORDS,
+    is_a_class,
     numbered,
     refuse_variants,
     sorted_labels,
@@ -241,16 +242,14 @@ def _refuse_no_classes(folder: ImageFolder, names: Sequence[str]) -> None:
     """Raise DataError for a folder that may hold the images of all classes, or ungraded ones."""
     photographs = [name for name in names if {*words(name)} <= IMAGE_WORDS]
     if photographs:
-        others = ", ".join(name for name in names if name != photographs[0])
         raise DataError(
-            f"{folder.root}: is {photographs[0]} a class, beside {others}? if some folders hold "
+            f"{folder.root}: {is_a_class(photographs[:1], names)} if some folders hold "
             "masks, give a table with --mask-column; otherwise give --kind classification"
         )
     without = ungraded(names)
     if without:
-        others = ", ".join(name for name in names if name not in without)
         raise DataError(
-            f"{folder.root}: is {without[0]} a class, beside {others}? if its images are not "
+            f"{folder.root}: {is_a_class(without, names)} if its images are not "
             "graded, take the folder out; otherwise give --kind classification"
         )
 

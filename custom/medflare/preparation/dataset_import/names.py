@@ -173,17 +173,27 @@ def ungraded(names: Sequence[str]) -> list[str]:
         >>> ungraded(["nv", "2_To-check"]), ungraded(["-1", "0", "1"]), ungraded(["-1", "1"])
         (['2_To-check'], ['-1'], [])
     """
-    found = []
+    called_so = []
     below = []
     for name in names:
         number = number_of(name)
         if number is not None and number < 0 and number.is_integer():
             below.append(name)
         elif " ".join(word for word in words(name) if not word.isdecimal()) in WORDS["ungraded"]:
-            found.append(name)
-    if len(names) - len(below) > 1:
-        found = [*below, *found]
-    return found if len(found) < len(names) else []
+            called_so.append(name)
+    doubtful = [*below, *called_so] if len(names) - len(below) > 1 else called_so
+    return doubtful if len(doubtful) < len(names) else []
+
+
+def is_a_class(doubtful: Sequence[str], names: Sequence[str]) -> str:
+    """The question whether the first of some names is a class, beside the other ones.
+
+    Examples:
+        >>> is_a_class(["-1"], ["-1", "0", "1"])
+        'is -1 a class, beside 0, 1?'
+    """
+    others = ", ".join(name for name in names if name not in doubtful)
+    return f"is {doubtful[0]} a class, beside {others}?"
 
 
 def shortened(names: Sequence[str]) -> str:

@@ -34,6 +34,7 @@ from medflare.preparation.dataset_import.image_table import ImageTable, is_path
 from medflare.preparation.dataset_import.names import (
     SPLIT_WORDS,
     WORDS,
+    is_a_class,
     number_of,
     numbered,
     refuse_variants,
@@ -612,11 +613,10 @@ def _flag(text: str) -> float | None:
 
 
 def _refuse_ungraded(names: Sequence[str], location: str) -> None:
-    found = ungraded(names)
-    if found:
-        others = ", ".join(name for name in names if name not in found)
+    without = ungraded(names)
+    if without:
         raise DataError(
-            f"{location}: is {found[0]} a class, beside {others}? if it means not graded, empty "
+            f"{location}: {is_a_class(without, names)} if it means not graded, empty "
             "its cells and give --skip; otherwise give --kind classification"
         )
 
