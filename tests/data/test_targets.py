@@ -193,11 +193,16 @@ def test_structures_are_not_renumbered(
         ("123", "132", {}, "it numbers its structures 1 a, 2 b, 3 c, Oslo 1 a, 2 c, 3 b; renumber"),
         ("12", "21", {"mask_each": True}, "1 a, 2 b, Oslo 1 b, 2 a; list its masks so, then"),
         # A site that lacks one, and DICOM segments, which have names.
-        ("13", "123", {"mask_each": True}, "are called a, c, at Oslo a, b, c; if it lacks some"),
-        ("123", "132", {"segments": True}, "are called a, b, c, at Oslo a, c, b; if it lacks some"),
-        ("", "12", {}, "its datalist.json names no structures, that of Oslo a, b; write the lab"),
-        ("12", "", {}, "names the structures a, b, that of Oslo none; write its labels"),
-        ("", "12", {"structure": "b"}, "are called b, at Oslo a, b; if it lacks some"),
+        (
+            "13",
+            "123",
+            {"mask_each": True},
+            "structures: a, c; those of Oslo: a, b, c; give data init",
+        ),
+        ("123", "132", {"segments": True}, "structures: a, b, c; those of Oslo: a, c, b; give"),
+        ("", "12", {}, "its structures: no names; those of Oslo: a, b; give"),
+        ("12", "", {}, "its structures: a, b; those of Oslo: no names; give"),
+        ("", "12", {"structure": "b"}, "its structures: b; those of Oslo: a, b; give"),
     ],
 )
 def test_structures_of_two_sites(
@@ -209,7 +214,7 @@ def test_structures_of_two_sites(
         oslo = oslo._replace(**changes)
     assert text in differing_structures(rome, oslo)
     one_mask = oslo._replace(mask_each=not rome.mask_each)
-    assert differing_structures(rome, one_mask).endswith("save a mask of each")
+    assert "--structure NAME=OTHER" in differing_structures(rome, one_mask)
 
 
 def named_structures(site: str, numbers: str) -> SiteStructures:

@@ -73,6 +73,9 @@ def init(
     site_folders: bool = False,
     out: Path | None = None,
     copy: bool = False,
+    structure: Annotated[list[str], typer.Option()] = (),  # type: ignore[assignment]
+    threshold: float | None = None,
+    empty_masks: bool = False,
     skip: bool = False,
     force: bool = False,
 ) -> None:
@@ -100,6 +103,10 @@ def init(
         site_folders: Each folder in FOLDER is a site of that name
         out: Folder for datalists and hard links to the files (default: FOLDER itself)
         copy: Copy the files instead of links, for another disk
+        structure (NAME=OTHER,...): A structure to use, with its other names at sites and its values
+            in masks of several structures; may be repeated
+        threshold (VALUE): Of soft masks; this value and more is the structure
+        empty_masks: Images without a mask do not show the structure
         skip: Leave out images without mask or label
         force: Replace files that exist
 
@@ -109,7 +116,10 @@ def init(
             hospitals/south, ...
         medflare data init ham --table ham/metadata.csv --image-column image_id --label-column dx
             --patient-column lesion_id
+        medflare data init eyes --site-folders --structure disc=OD,0,128 --structure cup=0 --out
+            DATA
     """
+    from medflare.preparation.dataset_import.chosen_structures import parse_structures
     from medflare.preparation.dataset_import.datalists import import_folder
     from medflare.preparation.dataset_import.options import Columns, ImportOptions
     from medflare.preparation.dataset_import.splits import parse_shares
@@ -136,6 +146,9 @@ def init(
         splits,
         seed,
         redraw,
+        parse_structures(structure),
+        threshold,
+        empty_masks,
         skip,
         site_folders,
         out,
@@ -330,7 +343,8 @@ def _task(name: str | None, root: Path) -> "TaskConfig":
 
     DataError: no task can be proposed.
     """
-    from medflare.preparation.proposing import TaskHints, UnclearValuesError, propose
+    from medflare.preparation.mask_values import UnclearValuesError
+    from medflare.preparation.proposing import TaskHints, propose
     from medflare.tasks.config import load_task
 
     if name is not None:

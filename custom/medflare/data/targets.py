@@ -89,7 +89,8 @@ def check_structure(mask: np.ndarray, file: Path | str) -> None:
     if others.size:
         shown = _shortened(np.union1d(others, mask.max()).tolist())
         raise DataError(
-            f"{file}: a structure's own mask holds {shown}; store 0 and one number above it"
+            f"{file}: a structure's own mask holds {shown}; store 0 and one number above it, or "
+            "say which values are the structure: data init --threshold 128"
         )
 
 
@@ -273,7 +274,7 @@ class SiteStructures(NamedTuple):
     segments: bool  # whether the masks are DICOM segmentations, in which names decide
 
     def __str__(self) -> str:
-        return ", ".join(self.names) or self.structure
+        return ", ".join(self.names) or self.structure or "no names"
 
 
 def differing_structures(site: SiteStructures, other: SiteStructures) -> str:
@@ -289,22 +290,11 @@ def differing_structures(site: SiteStructures, other: SiteStructures) -> str:
             f"it numbers its structures {_numbered(site)}, {other.site} {_numbered(other)}; "
             f"{change}, then write the labels of {other.site} into its {FILE}"
         )
-    found = f"its structures are called {site}, at {other.site} {other}"
-    remedy = (
-        f"if it lacks some, write the labels of {other.site} and those that it has, as "
-        f'"annotated", into its {FILE}'
+    return (
+        f"its structures: {site}; those of {other.site}: {other}; give data init --structure "
+        f"NAME=OTHER,... for each that you use, or write the same labels into each {FILE}, and "
+        'those that the site has as "annotated"'
     )
-    if not site.names and not site.structure:
-        found = f"its {FILE} names no structures, that of {other.site} {other}"
-        remedy = f'write the labels of {other.site} and those that it has, as "annotated", into it'
-    elif not other.names and not other.structure:
-        found = f"its {FILE} names the structures {site}, that of {other.site} none"
-        remedy = f'write its labels and those that {other.site} has, as "annotated", into that one'
-    elif site.names and not any(shared.values()):
-        remedy = f'call the same ones alike in "labels"; {remedy}'
-    if site.mask_each != other.mask_each:
-        remedy += "; if one mask shows several structures, save a mask of each"
-    return f"{found}; {remedy}"
 
 
 def _numbered(site: SiteStructures) -> str:

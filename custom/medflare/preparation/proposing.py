@@ -5,15 +5,12 @@ with its reason.
 import dataclasses
 import os
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import nibabel
-import numpy as np
 
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.text import about, format_shape, printable
@@ -37,7 +34,6 @@ from medflare.data.reading import (
     dicom_images,
     explained,
     is_segmentation,
-    label_values,
     palette_of,
     read_stored,
     suffix,
@@ -61,6 +57,7 @@ from medflare.preparation.device_rules import (
 )
 from medflare.preparation.fingerprint import Fingerprints, evenly_spaced, fingerprints
 from medflare.preparation.learning_rate import usual_rate
+from medflare.preparation.mask_values import mask_values
 from medflare.preparation.planning import (
     UNDECIDED,
     Choice,
@@ -82,13 +79,6 @@ _SAMPLED_IMAGES = 6  # of a site, to count channels
 _LEAST_MASKS = 20
 _MOST_MASKS = 200
 _MASK_PIXELS = 200_000_000  # of these masks
-# Values below the one and above the other are rarely labels of one mask.
-_LOW = 20
-_HIGH = 200
-_MOST_NESTED = 3  # structures of which each needs the ones before
-_MANY_VALUES = 8
-_MOST_MISSING = 0.2  # share of the numbers of objects, as of objects at a border
-_MAX_VALUES = 20  # a mask with more has grey levels, not labels
 _MAX_SIDE = {2: 224, 3: 96}  # of a classifier's input
 _STEP = 16  # sides are multiples of it
 _FEW_IMAGES = 2000  # training images below which a small network is enough
@@ -99,10 +89,6 @@ _SMALL = "small_cnn"  # the smallest classifier of the catalogue
 _PRETRAINED = "efficientnet_lite0"
 TIMED_ROUNDS = 20  # of a run whose time is printed
 _LATE = 1.25  # times the limit of a round, from which a warning says so
-
-
-class UnclearValuesError(DataError):
-    """Masks have values that mean nothing without a task."""
 
 
 @dataclass(frozen=True)
@@ -348,7 +334,8 @@ def _structures(
         listed = ", ".join(named)
         _check_number_of_labels(hints, len(named), f"structures of the datalist ({listed})")
     else:
-        background, values = _mask_values(entries, named=bool(hints.labels))
+        files = [entry.masks[0] for entry in entries]
+        background, values = mask_values(files, named=bool(hints.labels))
         shown = ", ".join(map(str, values))
         _check_number_of_labels(hints, len(values), f"values ({shown}) in {len(entries)} masks")
         named = {f"structure_{value}": [value] for value in values}
@@ -431,88 +418,6 @@ def _check_palettes(entries: Sequence[DatalistItem]) -> None:
                     f"{entry.masks[0]}: {number} has another colour in its palette than in "
                     f"{other.name}; store the numbers of structures in grey, alike in all masks"
                 )
-
-
-def _mask_values(entries: Sequence[DatalistItem], *, named: bool) -> tuple[int, list[int]]:
-    """The value of the background, and the other values of masks, sorted.
-
-    UnclearValuesError for values of noise, or of a border as in Pascal VOC, unless the user has
-    `named` all.
-
-    The background is 0, or the value of all corners of all masks, as in REFUGE, where it is 255 and
-    0 is the cup.
-    """
-    values = set()
-    file_of: dict[int, Path] = {}  # value -> the first mask with it
-    corners = set()
-    with_255 = set()  # values of the masks that have 255
-    of_masks = set()
-    for entry in counted(entries, len(entries), "masks read for their values"):
-        mask = label_values(read_stored(entry.masks[0], mask=True).array, entry.masks[0])
-        if len(mask) > 1:
-            raise DataError(
-                f"{entry.masks[0]}: a mask with {len(mask)} channels (colours, or volumes of a "
-                "4-D file); store label numbers in one grey mask, or in a 3-D file"
-            )
-        shown = set(np.unique(mask).tolist())
-        values |= shown
-        of_masks.add(tuple(sorted(shown - {0})))
-        file_of = dict.fromkeys(shown, entry.masks[0]) | file_of
-        if 255 in shown:
-            with_255 |= shown
-        corners.update(mask[0][np.ix_(*[[0, -1]] * (mask.ndim - 1))].ravel().tolist())
-        if len(values) > _MAX_VALUES:
-            raise UnclearValuesError(
-                f"{entry.masks[0]}: masks have more than {_MAX_VALUES} values (soft edges, or a "
-                "number for each object?); store the numbers of structures, as PNG or NIfTI"
-            )
-    if not named and _count_objects(of_masks):
-        raise UnclearValuesError(
-            f"{file_of[max(values)]}: masks hold values up to {max(values)}, others fewer of "
-            "them, as numbers of objects; store 1 for each object, or name a structure for each "
-            "value with --labels"
-        )
-    if values == {0, 1, 255} and with_255 <= {0, 255}:
-        values = {0, 1}  # `targets.encode_mask` reads 255 as 1 in masks of 0 and 255
-    background = 0
-    if len(corners) == 1 and len(values) > 1:
-        background = corners.pop()
-    values.discard(background)
-    if not named and min(values, default=0) < _LOW < _HIGH < max(values, default=0):
-        listed = ", ".join(map(str, sorted(values)))
-        raise UnclearValuesError(
-            f"{file_of[min(values)]}: masks hold values near 0 and near 255 ({listed}); store 0 "
-            "for noise and for a border that does not count, and one value for each structure, or "
-            "name a structure for each value with --labels"
-        )
-    if not values:
-        raise DataError(
-            f"{entries[0].location}: all of {len(entries)} masks are empty; are these the masks?"
-        )
-    return background, sorted(values)
-
-
-def _count_objects(of_masks: Collection[tuple[int, ...]]) -> bool:
-    """Whether masks have the values 1, 2, ..., few of them missing, to a highest one that differs:
-    numbers of objects, as in GlaS. Or many values of which none is in most masks. `of_masks`: the
-    values of masks without 0.
-
-    Examples:
-        >>> _count_objects({(1,), (1, 2), (1, 2, 4, 5)}), _count_objects({(1,), (1, 2), (1, 5)})
-        (True, False)
-        >>> _count_objects({(1, 2, 3), (3, 4, 5), (5, 6, 7), (8, 9, 1)})
-        True
-    """
-    highest = [max(values) for values in of_masks if values]
-    if max(highest, default=0) <= _MOST_NESTED:
-        return False
-    masks_with = Counter(chain.from_iterable(of_masks))
-    in_few = masks_with.most_common(1)[0][1] <= len(of_masks) / 2
-    if in_few and len(masks_with) >= _MANY_VALUES:
-        return True
-    differ = len(set(highest)) > max(2, len(highest) / 2)
-    missing = 1 - sum(map(len, of_masks)) / sum(highest)
-    return differ and missing < _MOST_MISSING
 
 
 def _channels_and_dims(

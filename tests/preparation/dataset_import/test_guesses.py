@@ -974,7 +974,7 @@ def test_a_site_without_a_structure_learns_how_to_say_it(tmp_path: Path) -> None
             for structure in structures:
                 mask(tmp_path / site / structure / f"{site}{number}.png")
     text = imported(tmp_path, site_folders=True, out=tmp_path / "out").render()
-    assert "its structures are called disc, at A cup, disc; if it lacks some" in text
+    assert "its structures: disc; those of A: cup, disc; give data init --structure" in text
     assert '"annotated"' in text
 
 

@@ -28,6 +28,7 @@ from medflare.data.reading import (
 )
 from medflare.data.targets import SiteStructures, check_structure, differing_structures, same_names
 from medflare.preparation.dataset_import.alike_sites import with_all_channels, with_all_classes
+from medflare.preparation.dataset_import.chosen_structures import with_two_values
 from medflare.preparation.dataset_import.columns import ColumnError
 from medflare.preparation.dataset_import.folders import (
     NEARLY_ALL,
@@ -137,6 +138,7 @@ def _read_folder(
     """
     folder = scan_folder(root)
     dataset = find_dataset(folder, options, several_tables=several_tables)
+    dataset = with_two_values(dataset, options.structures, options.threshold)
     return folder, _checked(folder, dataset, options)
 
 
@@ -191,6 +193,8 @@ def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> D
             f"{root}: {folder.relative(slices[0])} is one of {len(slices)} slices of a series "
             "beside other files; give --out, where each series gets a folder of its own"
         )
+    if out is None and any(item.rendered for item in dataset.items):
+        raise DataError(f"{root}: masks are written anew, no file of yours is; give --out for them")
     check_files(dataset.items, root, folder.slices)
     _check_pictures(dataset.items[0])
     if out is None:
@@ -201,7 +205,7 @@ def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> D
 def _check_pictures(item: Item) -> None:
     """Raise DataError for pictures of an image that cannot be used."""
     for file in item.paths:
-        if suffix(file) in PICTURES:
+        if suffix(file) in PICTURES and file not in item.rendered:
             stored = read_stored(file, mask=file in item.masks)
             if file in item.masks and isinstance(item.label, list):
                 check_structure(stored.array, file)
@@ -285,6 +289,7 @@ def _write_sites(folder: ImageFolder, dataset: Dataset, options: ImportOptions) 
     check_target(home, sites, force=options.force)
     header: dict[str, Any] = {"labels": dataset.labels, "channel_names": dataset.channels}
     header["structure"] = dataset.structure
+    header["annotated"] = dataset.annotated
     for site, listed in sites.items():
         if options.out is not None:
             place_files(home / site, listed, root, copy=options.copy, slices=folder.slices)
@@ -443,11 +448,19 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
     of_all = None
     if _has_tables_beside(root, paths, options):
         of_all = _read_folder(root, options, several_tables=options.table is None)
+    problems = []
     for path in paths:
-        if of_all is None:
-            folders[path.name], datasets[path.name] = _read_site(path, of_site[path.name])
-        else:
-            folders[path.name], datasets[path.name] = _part_of(path, *of_all)
+        try:
+            if of_all is None:
+                folders[path.name], datasets[path.name] = _read_site(path, of_site[path.name])
+            else:
+                folders[path.name], datasets[path.name] = _part_of(path, *of_all)
+        except DataError as error:
+            problems.append(error)
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise DataError("; also ".join(map(str, problems)))
     datasets = with_all_channels(with_all_classes(datasets, root), root)
     sites = {}
     of_warning = defaultdict(list)  # warning -> its sites

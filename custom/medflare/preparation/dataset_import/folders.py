@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from medflare.core.errors import DataError
 from medflare.data.attributes import NO_ATTRIBUTES, Attributes
 from medflare.data.datalist import FILE, patient_id
@@ -58,9 +56,8 @@ class Item:
     patient: str = ""  # ID of the patient; "" if unknown
     split: str = ""  # "training", "validation", "test", or "" if it is to be drawn
     site: str = ""  # name of the site; "" if unknown
-    # Files that do not exist yet -> a function that makes their pixels, uint8 (H, W) or (H, W, 3);
-    # written as PNG.
-    rendered: Mapping[Path, Callable[[], np.ndarray]] = field(default_factory=dict, compare=False)
+    # Files that do not exist yet -> a function that makes their content.
+    rendered: Mapping[Path, Callable[[], bytes]] = field(default_factory=dict, compare=False)
     attributes: Attributes = NO_ATTRIBUTES  # for results by group
 
     @property
@@ -109,6 +106,8 @@ class Dataset:
     site_columns: Mapping[str, int] = field(default_factory=dict)
     # Name of the only structure, whose value in the masks is unknown; "" if there is none.
     structure: str = ""
+    # The structures that it has, by names of `labels`; () if it has all.
+    annotated: tuple[str, ...] = ()
     # Column of a table whose cells name folders, which count as patients; "" if there is none.
     folder_column: str = ""
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
-from medflare.core.errors import DataError
+from medflare.core.errors import ConfigError, DataError
+from medflare.preparation.dataset_import.chosen_structures import with_chosen_structures
 from medflare.preparation.dataset_import.class_folders import class_folders
 from medflare.preparation.dataset_import.columns import (
     ColumnError,
@@ -70,6 +71,8 @@ def find_dataset(
     others = [table for table in tables if table not in used]
     if used:
         others += _with_requested_columns(folder, options)
+        if options.structures:
+            raise ConfigError("--structure: a table names the masks; choose with --mask-column")
         dataset = _by_tables(folder, options, used, others)
     else:
         dataset = _by_names(folder, options, tables)
@@ -181,13 +184,15 @@ def _by_names(folder: ImageFolder, options: ImportOptions, tables: Sequence[Imag
     with_labels = [t for t in related if not isinstance(t.problem, UnlabelledTableError)] or related
     _refuse_versions(folder)
     try:
-        dataset = _by_folders(folder, kind)
+        dataset = _by_folders(folder, options)
     except DataError as error:
         if related and not folder.masks:
             reasons = [*_problems(_of_one_header_each(with_labels)), *_shared_columns(folder)]
             of_columns = isinstance(with_labels[0].problem, ColumnError)
             kind_of_error = ColumnError if of_columns else DataError
             raise kind_of_error("; ".join((*reasons, *folder.notes))) from error
+        if options.structures:
+            raise
         hints = [*_problems(tables), *folder.notes]
         if folder.texts:
             hints.append(
@@ -316,23 +321,25 @@ def _beside_splits(folder: ImageFolder, dataset: Dataset) -> list[Path]:
     return strange
 
 
-def _by_folders(folder: ImageFolder, kind: str) -> Dataset:
+def _by_folders(folder: ImageFolder, options: ImportOptions) -> Dataset:
     """The images by the names of files and folders."""
+    kind = options.kind
     masks = folder.masks
     structures = None
     if kind != "classification":
         if not masks or are_in_structures(folder.names.values()):
-            structures = structure_folders(folder, "segmentation" if masks else kind)
+            of_masks = replace(options, kind="segmentation" if masks else kind)
+            structures = structure_folders(folder, of_masks)
         else:
-            structures = structure_files(folder)
+            structures = structure_files(folder, options)
         if masks and not structures:
-            structures = structure_suffixes(folder)
+            structures = structure_suffixes(folder, options)
     if structures:
         if not kind:
             _refuse_readers(structures, folder)
         return structures
     if kind == "segmentation" or (masks and kind != "classification"):
-        return pair_masks(folder)
+        return with_chosen_structures(folder, pair_masks(folder, options), options.structures)
     images = [image for image in folder.images if not folder.names[image].mask]
     if not images:  # the classes are called like masks
         return class_folders(folder, folder.images, confirmed=True)

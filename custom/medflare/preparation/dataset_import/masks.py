@@ -3,6 +3,7 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,12 @@ from medflare.data.reading import NIFTI, PICTURES, dicom_files, explained, read_
 from medflare.data.targets import plain_name
 from medflare.preparation.dataset_import.folders import HEADER, Dataset, ImageFolder, Item
 from medflare.preparation.dataset_import.names import WORDS, numbered, words
+from medflare.preparation.dataset_import.options import ImportOptions
+from medflare.preparation.dataset_import.written_masks import (
+    can_be_written,
+    empty_mask,
+    path_of_mask,
+)
 
 _STRIDE = 16  # between the pixels that are looked at first
 SAMPLE_SIZE = 3  # pictures of a folder that are read to tell masks from photographs
@@ -48,7 +55,7 @@ def masks_of_slices(folder: ImageFolder, masks: Path) -> DataError:
     )
 
 
-def pair_masks(folder: ImageFolder) -> Dataset:
+def pair_masks(folder: ImageFolder, options: ImportOptions) -> Dataset:
     """Every mask with its image; the channels of an image may be in separate files.
 
     An image has the mask of the same folders, name and split; otherwise the mask without a name of
@@ -78,10 +85,16 @@ def pair_masks(folder: ImageFolder) -> Dataset:
     _refuse_slices_beside_volumes(folder, items)
     has_test = any(item.split == "test" for item in items)
     missing = []
+    unlabelled = 0
     for path in without:
-        if has_test or names[path].split != "test":
+        if not has_test and names[path].split == "test":
+            unlabelled += 1
+        elif options.empty_masks and channels == [""] and can_be_written(path):
+            mask = path_of_mask(path, "no_mask")
+            written = {mask: partial(empty_mask, path)}
+            items.append(Item((path,), mask, split=names[path].split, rendered=written))
+        else:
             missing.append(_line_without_mask(folder, path))
-    unlabelled = len(without) - len(missing)
     notes = [f"{unlabelled} test images without masks are not used"] if unlabelled else []
     notes += _lines_without_channel(items, channels)
     layout = "images and masks by name"
@@ -343,7 +356,7 @@ def _line_without_mask(folder: ImageFolder, image: Path) -> str:
     """An image without a mask, and why: none has its name, or several have."""
     fitting = _fitting_masks(folder, image)
     if len(fitting) < 2:
-        return f"{name_of_image(folder, image)}: no mask"
+        return f"{name_of_image(folder, image)}: no mask (--empty-masks if it shows no structure)"
     return (
         f"{name_of_image(folder, image)}: {folder.both(*fitting[:2])} can be its mask (give "
         "--site-folders if the folders are sites, or a table with --mask-column, and a column for "

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from medflare.preparation.dataset_import.chosen_structures import Structure
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -38,6 +40,10 @@ class ImportOptions:
     shares: Mapping[str, float] | None = None
     seed: int = 0  # of the random splits and sites
     redraw: bool = False  # ignore the splits that the folder names
+    structures: tuple[Structure, ...] = ()  # to use; (): all of the folder
+    # Value from which soft masks are the structure; None: they are refused.
+    threshold: float | None = None
+    empty_masks: bool = False  # an image without a mask does not show the structure
     skip: bool = False  # leave out images without mask or label
     site_folders: bool = False  # each folder in the folder is a site
     # Folder for the datalists and hard links to the files; None: the folder of the images.

@@ -4,11 +4,8 @@ import filecmp
 import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 from medflare.core.errors import DataError
 from medflare.core.store import make_folder, write_atomically, write_json
@@ -68,8 +65,8 @@ def write_datalist(
     Args:
         folder: of the site; its files have the same relative paths as in `root`.
         splits: the lists to write; a list that is missing is drawn when the data are read.
-        header: "labels" and "channel_names" of the Decathlon layout, "structure" of
-            `Dataset.structure`; empty ones are left out.
+        header: "labels" and "channel_names" of the Decathlon layout, "structure" and
+            "annotated" as of `Dataset`; empty ones are left out.
     """
 
     def relative(path: Path | None) -> str | None:
@@ -107,15 +104,13 @@ def place_files(
 ) -> None:
     """Link or copy a site's files into its folder; DataError if another file is there.
 
-    `Item.rendered` is written as PNG, `slices` in folders.
+    `Item.rendered` is written, `slices` in folders.
     """
     for item in counted(items, len(items), f"{folder}, images imported"):
         for file in item.paths:
             target = folder / file.relative_to(root)
             if file in item.rendered:
-                content = BytesIO()
-                Image.fromarray(item.rendered[file]()).save(content, format="PNG")
-                write_atomically(target, content.getvalue())
+                write_atomically(target, item.rendered[file]())
             elif file in slices:
                 for inner in slices[file]:
                     _place(inner, target / inner.name, copy)

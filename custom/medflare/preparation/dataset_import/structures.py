@@ -4,11 +4,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 from medflare.core.errors import DataError
+from medflare.preparation.dataset_import.chosen_structures import names_here, with_names
 from medflare.preparation.dataset_import.folders import (
     MAX_CLASSES,
     Dataset,
@@ -32,17 +34,24 @@ from medflare.preparation.dataset_import.names import (
     parse_name,
     words,
 )
+from medflare.preparation.dataset_import.options import ImportOptions
+from medflare.preparation.dataset_import.written_masks import (
+    can_be_written,
+    empty_mask,
+    path_of_mask,
+)
 
 _NamedFiles = dict[tuple[str, ...], Path]  # split, folders and name of an image -> the file
 
 
-def structure_folders(folder: ImageFolder, kind: str) -> Dataset | None:
+def structure_folders(folder: ImageFolder, options: ImportOptions) -> Dataset | None:
     """Images beside a folder of masks for each structure.
 
     For example images/, disc/, cup/, or images/, masks/disc/, masks/cup/. A mask has two values,
     and the name of its image. None without such folders. DataError if only some names fit, or,
-    without a `kind`, if the folder of the images is not called so.
+    without a kind, if the folder of the images is not called so.
     """
+    kind = options.kind
     common = common_folder(folder.images)
     files: defaultdict[str, _NamedFiles] = defaultdict(dict)  # folder -> its files
     for image in folder.images:
@@ -83,8 +92,8 @@ def structure_folders(folder: ImageFolder, kind: str) -> Dataset | None:
             else:
                 missing.append(f"{folder.relative(mask)}: {WITHOUT_IMAGE}")
     splits = {image: key[0] for key, image in photographs.items()}
-    layout = f"images in {home or common.name}, masks in a folder for each structure: {listed}"
-    return _of_structures(folder, splits, masks_of, structures, layout, missing)
+    layout = f"images in {home or common.name}, masks in a folder for each structure"
+    return _of_structures(folder, splits, masks_of, structures, layout, options, missing)
 
 
 def _of_structures(
@@ -93,40 +102,55 @@ def _of_structures(
     masks_of: Mapping[Path, Mapping[str, Path]],
     structures: Sequence[str],
     layout: str,
+    options: ImportOptions,
     missing: Iterable[str] = (),
 ) -> Dataset:
-    """Images with a mask of each structure; those that lack one are `missing`, beside those given.
+    """Images with a mask of each structure, or of each that the user chooses; those that lack one
+    are `missing`, beside those given.
 
     Args:
         splits: image -> its split.
         masks_of: image -> structure -> mask.
     """
+    chosen = options.structures
+    present: list[str] = []
+    if chosen:
+        name_here = names_here(structures, chosen, folder)
+        present = [*name_here]
+        structures = [*name_here.values()]
     items = []
     incomplete = []
     for image, split in splits.items():
-        masks = masks_of.get(image, {})
+        masks = dict(masks_of.get(image, {}))
         lacking = [structure for structure in structures if structure not in masks]
-        if lacking:
+        written = {}
+        if lacking and options.empty_masks and can_be_written(image):
+            for structure in lacking:
+                masks[structure] = path_of_mask(image, f"no_{structure}")
+                written[masks[structure]] = partial(empty_mask, image)
+        elif lacking:
             incomplete.append(
-                f"{name_of_image(folder, image)}: no mask of {lacking[0]} (save an empty one if "
-                "the image does not show it)"
+                f"{name_of_image(folder, image)}: no mask of {lacking[0]} (if the "
+                "image does not show it, --empty-masks; to use others alone, --structure NAME for "
+                "each)"
             )
             continue
         of_image = [masks[structure] for structure in structures]
         label = of_image if len(of_image) > 1 else of_image[0]
-        items.append(Item((image,), label, split=split))
+        items.append(Item((image,), label, split=split, rendered=written))
     several = len(structures) > 1
-    return Dataset(
+    dataset = Dataset(
         "segmentation",
         tuple(items),
         numbered(structures) if several else {},  # the values of one decide
-        layout,
+        f"{layout}: {', '.join(structures)}",
         missing=(*incomplete, *missing),
         structure="" if several else structures[0],
     )
+    return with_names(dataset, present, chosen) if chosen else dataset
 
 
-def structure_files(folder: ImageFolder) -> Dataset | None:
+def structure_files(folder: ImageFolder, options: ImportOptions) -> Dataset | None:
     """Folders of one image each and a mask of every structure, or None.
 
     As TotalSegmentator's case/ct.nii.gz, case/segmentations/liver.nii.gz.
@@ -156,11 +180,11 @@ def structure_files(folder: ImageFolder) -> Dataset | None:
         for image in listed:
             splits[image] = key[0]
             masks_of[image] = masks[key]
-    layout = f"a folder for each image, with a mask for each structure: {', '.join(structures)}"
-    return _of_structures(folder, splits, masks_of, structures, layout)
+    layout = "a folder for each image, with a mask for each structure"
+    return _of_structures(folder, splits, masks_of, structures, layout, options)
 
 
-def structure_suffixes(folder: ImageFolder) -> Dataset | None:
+def structure_suffixes(folder: ImageFolder, options: ImportOptions) -> Dataset | None:
     """Masks called like their image and a few words, the same for each structure; or None.
 
     As RIM-ONE's im1.png, im1-Cup.png and im1-Disc.png, or IDRiD's Microaneurysms/IDRiD_01_MA.tif.
@@ -190,8 +214,10 @@ def structure_suffixes(folder: ImageFolder) -> Dataset | None:
         for rest, mask in masks_of.get(image, {}).items():
             of_structure[image][names[rest]] = mask
     structures = list(names.values())
-    layout = f"masks called like their image, and for the structure: {', '.join(structures)}"
-    dataset = _of_structures(folder, splits, of_structure, structures, layout)
+    layout = "masks called like their image, and for the structure"
+    dataset = _of_structures(folder, splits, of_structure, structures, layout, options)
+    if options.structures:
+        return dataset
     return replace(dataset, structure=structure_name(dataset.structure.split()))
 
 

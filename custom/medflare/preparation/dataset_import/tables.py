@@ -507,7 +507,8 @@ def described(
     if of_table and not all(item.split for item in items):
         read["split"] = of_table
     listed = ", ".join(f"{name} {column}" for name, column in read.items())
-    return complete, f"{table.folder.relative(table.path)}: {listed}"
+    name = table.folder.relative(table.path)
+    return complete, f"{name}: {listed}" if listed else ""
 
 
 def patients_of_table(table: ImageTable, columns: Columns) -> dict[Path, str]:

@@ -22,12 +22,14 @@ from medflare.data.reading import PICTURES, explained, stem
 from medflare.preparation.dataset_import.folders import Item, scan_folder
 from medflare.preparation.dataset_import.frames import read_frame
 from medflare.preparation.dataset_import.masks import pair_masks
+from medflare.preparation.dataset_import.options import DEFAULTS
 from medflare.preparation.dataset_import.papers.preparing import (
     Download,
     Preparation,
     items_of,
     items_of_table,
 )
+from medflare.training.montage import png
 
 # -- prostate: SAML (Liu et al., MICCAI 2020), PRR, and FedSM --------------------------------------
 # SAML's release was renamed once; ISBI and ISBI_1.5 are the two hospitals of NCI-ISBI 2013.
@@ -41,7 +43,7 @@ def find_volumes(root: Path, sites: Mapping[str, Sequence[str]], download: Downl
     items = []
     for site, folders in sites.items():
         folder = download.below(root, *folders)
-        pairs = pair_masks(scan_folder(folder))
+        pairs = pair_masks(scan_folder(folder), DEFAULTS)
         if pairs.missing:
             raise DataError(
                 f"{folder / pairs.missing[0]}, the first of {len(pairs.missing)}; "
@@ -114,8 +116,8 @@ def _item(image: Path, mask: Path, site: str, cup_is_darkest: bool) -> Item:
     )
 
 
-def _disc_and_cup(mask: Path, cup_is_darkest: bool) -> np.ndarray:
-    """A mask as 0 (neither), 1 (disc around the cup) and 2 (cup), uint8 (H, W).
+def _disc_and_cup(mask: Path, cup_is_darkest: bool) -> bytes:
+    """A mask as PNG: 0 (neither), 1 (disc around the cup) and 2 (cup).
 
     In DoFE's the cup is black, the disc grey and the rest white; in RIGA+'s the rest is black, the
     cup grey and the disc white.
@@ -128,7 +130,7 @@ def _disc_and_cup(mask: Path, cup_is_darkest: bool) -> np.ndarray:
     else:
         cup = (grey >= _DARK) & (grey < _BRIGHT)
         rest = grey < _DARK
-    return np.where(rest, 0, np.where(cup, 2, 1)).astype(np.uint8)
+    return png(np.where(rest, 0, np.where(cup, 2, 1)).astype(np.uint8))
 
 
 _LISTS = {"train": "training", "crossval": "validation"}
@@ -333,8 +335,8 @@ def _pixels(source: Path) -> np.ndarray:
         return np.asarray(_opened(source).convert("RGB"))
 
 
-def _patch(source: Path, left: int, top: int) -> np.ndarray:
-    return np.ascontiguousarray(_pixels(source)[top : top + _SIDE, left : left + _SIDE])
+def _patch(source: Path, left: int, top: int) -> bytes:
+    return png(np.ascontiguousarray(_pixels(source)[top : top + _SIDE, left : left + _SIDE]))
 
 
 # -- all -------------------------------------------------------------------------------------------

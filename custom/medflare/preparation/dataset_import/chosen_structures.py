@@ -1,0 +1,223 @@
+"""The structures that a user chooses, by the names and values that sites have for them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from medflare.core.errors import ConfigError, DataError
+from medflare.data.progress import counted
+from medflare.data.reading import read_stored
+from medflare.data.targets import check_structure, plain_name
+from medflare.preparation.dataset_import.folders import Dataset, ImageFolder
+from medflare.preparation.dataset_import.names import numbered, shortened
+from medflare.preparation.dataset_import.written_masks import (
+    can_be_written,
+    empty_mask,
+    mask_of,
+    path_of_mask,
+)
+from medflare.preparation.mask_values import mask_values
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A structure to use."""
+
+    name: str
+    aliases: tuple[str, ...] = ()  # its names at sites, beside this one
+    values: tuple[int, ...] = ()  # of its pixels in masks that show several structures
+
+
+def parse_structures(texts: Iterable[str]) -> tuple[Structure, ...]:
+    """The structures of the option --structure, given once for each; ConfigError for a wrong one.
+
+    Examples:
+        >>> parse_structures(["disc=od,optic disc,0,128"])
+        (Structure(name='disc', aliases=('od', 'optic disc'), values=(0, 128)),)
+    """
+    structures = []
+    name_of: dict[str, str] = {}
+    for text in texts:
+        name, _, others = text.partition("=")
+        name = name.strip()
+        aliases = []
+        values = []
+        for other in filter(None, map(str.strip, others.split(","))):
+            if other.isdecimal():
+                values.append(int(other))
+            else:
+                aliases.append(other)
+        if not name:
+            raise ConfigError(f"--structure {text}: give NAME, or NAME=OTHER,..., as disc=od,1,2")
+        for alias in {*map(plain_name, (name, *aliases))}:
+            if alias in name_of:
+                raise ConfigError(f"--structure {text}: {alias} is {name_of[alias]}, too; drop one")
+            name_of[alias] = name
+        structures.append(Structure(name, tuple(aliases), tuple(values)))
+    return tuple(structures)
+
+
+def names_here(
+    present: Sequence[str], chosen: Sequence[Structure], folder: ImageFolder
+) -> dict[str, str]:
+    """Chosen structure -> its name in a folder, without structures that the folder lacks.
+
+    DataError for two names of one structure, or if it lacks all.
+    """
+    name_here = {}
+    for structure in chosen:
+        names = {*map(plain_name, (structure.name, *structure.aliases))}
+        fitting = [name for name in present if plain_name(name) in names]
+        if len(fitting) > 1:
+            raise DataError(
+                f"{folder.root}: both {fitting[0]} and {fitting[1]} are --structure "
+                f"{structure.name}; drop one of the names"
+            )
+        if fitting:
+            name_here[structure.name] = fitting[0]
+    if not name_here:
+        first = chosen[0].name
+        raise DataError(
+            f"{folder.root}: its structures are called {shortened(present)}, none of them is one "
+            f"of --structure; say which is {first}: --structure '{first}=NAME'"
+        )
+    return name_here
+
+
+def with_names(dataset: Dataset, present: Sequence[str], chosen: Sequence[Structure]) -> Dataset:
+    """The images with the names of all chosen structures, those that the site has as annotated.
+
+    Masks of several structures are a list, also where the site has one of them.
+    """
+    if len(chosen) == 1:
+        items = [replace(item, label=item.masks[0]) for item in dataset.items]
+        return replace(dataset, items=tuple(items), labels={}, structure=chosen[0].name)
+    items = [replace(item, label=item.masks) for item in dataset.items]
+    return replace(
+        dataset,
+        items=tuple(items),
+        labels=numbered(structure.name for structure in chosen),
+        structure="",
+        annotated=tuple(present) if len(present) < len(chosen) else (),
+    )
+
+
+def with_chosen_structures(
+    folder: ImageFolder, dataset: Dataset, chosen: Sequence[Structure]
+) -> Dataset:
+    """Images with one mask each, as images with a mask of every chosen structure.
+
+    A mask that shows several structures is divided by its values.
+
+    DataError for masks that cannot be written, or whose values no structure has.
+    """
+    if not chosen:
+        return dataset
+    masks = [item.masks[0] for item in dataset.items if not item.rendered]
+    if dataset.labels or not all(map(can_be_written, masks)):
+        raise DataError(
+            f"{folder.root}: --structure divides masks that are pictures or NIfTI files, without "
+            "names of their values; choose from these names in the task (label_values)"
+        )
+    background, values = mask_values(masks, named=True)
+    if len(values) == 1:
+        return _of_one_structure(folder, dataset, chosen)
+    values_of = {}
+    for structure in chosen:
+        shown = [value for value in structure.values if value in values]
+        if shown:
+            values_of[structure.name] = shown
+    listed = f"{shortened([*map(str, values)])} (the background is {background})"
+    if len(values_of) < len(chosen):
+        lacking = next(s.name for s in chosen if s.name not in values_of)
+        raise DataError(
+            f"{folder.root}: its masks show several structures, with the values {listed}; say "
+            f"which of them are {lacking}: --structure '{lacking}=VALUE'"
+        )
+    items = []
+    for item in dataset.items:
+        mask = item.masks[0]
+        parts = {}
+        for name, shown in values_of.items():
+            if mask in item.rendered:
+                parts[path_of_mask(item.first, f"no_{name}")] = partial(empty_mask, item.first)
+            else:
+                parts[path_of_mask(mask, name)] = partial(_mask_of_values, mask, shown)
+        items.append(replace(item, label=[*parts], rendered=parts))
+    notes = [f"masks hold {listed}, written as a mask of each structure"]
+    unlisted = sorted({*values} - {*chain(*values_of.values())})
+    if unlisted:
+        listed = shortened([*map(str, unlisted)])
+        notes.append(f"no --structure has {listed}, which count as background")
+    dataset = replace(dataset, items=tuple(items), notes=(*dataset.notes, *notes))
+    return with_names(dataset, [*values_of], chosen)
+
+
+def _of_one_structure(
+    folder: ImageFolder, dataset: Dataset, chosen: Sequence[Structure]
+) -> Dataset:
+    """Images whose masks show one structure, the one that files and folders name."""
+    if not dataset.structure and len(chosen) == 1:
+        return with_names(dataset, [chosen[0].name], chosen)
+    called = dataset.structure or "(without a name in files and folders)"
+    return with_names(dataset, [*names_here([called], chosen, folder)], chosen)
+
+
+def _mask_of_values(file: Path, values: Sequence[int]) -> bytes:
+    return mask_of(file, lambda mask: np.isin(mask.round(), values))
+
+
+def with_two_values(
+    dataset: Dataset, chosen: Sequence[Structure], threshold: float | None
+) -> Dataset:
+    """Images with masks of two values in place of soft ones, in which `threshold` and more is the
+    structure; and of 0 and 255 in place of another number, if one structure is chosen.
+
+    DataError for a soft mask of the one chosen structure, without a threshold.
+    """
+    alone = len(chosen) == 1
+    if threshold is None and not alone:
+        return dataset
+    masks = []
+    for item in dataset.items:
+        for mask in item.masks:
+            if mask not in item.rendered and can_be_written(mask):
+                masks.append(mask)
+    most = 0  # values beside 0 in one mask
+    shown: set[float] = set()
+    for mask in counted(masks, len(masks), "masks read for their values"):
+        values = np.unique(read_stored(mask, mask=True).array)
+        if threshold is None:
+            check_structure(values, mask)
+        most = max(most, int(np.count_nonzero(values)))
+        shown.update(values.tolist())
+    if threshold is not None and most > 1:
+        note = f"masks hold several values, written anew: {threshold:g} and more is the structure"
+    elif alone and not shown <= {0, 1, 255}:
+        threshold = 1
+        note = "masks hold 0 and another number than 1 and 255, written anew"
+    else:
+        return dataset
+    binary_of = {mask: path_of_mask(mask, "binary") for mask in masks}
+    items = []
+    for item in dataset.items:
+        written = {}
+        for mask in set(item.masks) & binary_of.keys():
+            written[binary_of[mask]] = partial(_mask_from, mask, threshold)
+        label = [binary_of.get(mask, mask) for mask in item.masks]
+        items.append(
+            replace(
+                item,
+                label=label if isinstance(item.label, list) else label[0],
+                rendered={**item.rendered, **written},
+            )
+        )
+    return replace(dataset, items=tuple(items), notes=(*dataset.notes, note))
+
+
+def _mask_from(file: Path, threshold: float) -> bytes:
+    return mask_of(file, lambda mask: mask >= threshold)
