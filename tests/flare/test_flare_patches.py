@@ -107,8 +107,12 @@ def asked(topic: str, origin: str = "server", job: str | None = None) -> Message
         (asked("train.delete_run", job=f"medflare/{KIT_JOB}"), "names no job"),
         (asked("train.delete_run", job=KIT_JOB), ""),
         (asked("train.status", f"server.{KIT_JOB}"), ""),
-        (asked("train.notify", f"relay.site-1.{KIT_JOB}", KIT_JOB), ""),
-        (asked("train.notify", f"relay.site-2.{KIT_JOB}", KIT_JOB), "not come from the server"),
+        (asked("train.notify_job_status", f"relay.site-1.{KIT_JOB}", KIT_JOB), ""),
+        (asked("train.delete_run", f"relay.site-1.{KIT_JOB}", KIT_JOB), "tells its status alone"),
+        (
+            asked("train.notify_job_status", f"relay.site-2.{KIT_JOB}", KIT_JOB),
+            "not come from the server",
+        ),
     ],
 )
 def test_a_site_obeys_its_server_alone_and_runs_no_shell_command(

@@ -560,6 +560,8 @@ def _administrative_refusal(cell: str, request: Message) -> str:
     if FQCN.get_root(origin) != FQCN.ROOT_SERVER and not is_of_job:
         return "it does not come from the server"
     asked = request.payload
+    if is_of_job and asked.topic != TrainingTopic.NOTIFY_JOB_STATUS:
+        return "a job's process tells its status alone"
     if asked.topic == SysCommandTopic.SHELL:
         return "medflare's sites run no shell command"
     job = asked.get_header(RequestHeader.JOB_ID)
