@@ -234,10 +234,26 @@ def test_an_update_against_the_others_is_suspicious_or_rejected() -> None:
     result = validated([1, 1, -1])
     assert list(result.accepted) == ["A", "B", "C"] and result.suspicious.keys() == {"C"}
     assert validated([1, 1, -1], strict=True).rejected.keys() == {"C"}
-    assert validated([1, -1], strict=True).suspicious.keys() == {"A", "B"}
+    assert not validated([1, -1], strict=True).suspicious, "of two, neither is the majority"
     assert not validated([1, 1, -1], weights=False).suspicious, (
         "only weights of the network have a direction"
     )
+
+
+def test_sites_that_have_converged_are_not_suspicious() -> None:
+    """Their updates add up to zero, so that each points against the sum of the others."""
+    start = {"w": torch.zeros(4)}
+    updates = torch.eye(4) - 0.25
+    replies = {
+        site: Message({"model": {"w": u}}, {}) for site, u in zip("ABCD", updates, strict=True)
+    }
+    requests = {site: Message({"model": start}, {}) for site in replies}
+    assert not validated_model(start, replies, requests).suspicious
+    flipped = Message({"model": {"w": torch.tensor([-1.0, -1, -1, 0])}}, {})
+    agreeing = {
+        site: Message({"model": {"w": torch.tensor([1.0, 1, 1, 0.1])}}, {}) for site in "ABC"
+    }
+    assert validated_model(start, agreeing | {"D": flipped}, requests).suspicious.keys() == {"D"}
 
 
 def test_a_maximum_weight_that_not_all_sites_can_meet_gives_the_smallest_count() -> None:

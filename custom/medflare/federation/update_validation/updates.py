@@ -293,12 +293,17 @@ def _too_long(
 
 
 def _against_the_others(updates: Mapping[str, _Updates]) -> Reasons:
-    """The sites whose update points against those of the others, with the reason."""
+    """The sites whose update points against those of the others, where these agree.
+
+    Once sites with different patients have converged, their updates add up to zero: each points
+    against the sum of the others, which point apart.
+    """
     reasons: Reasons = {}
     for entry, update in updates.items():
-        cosines = cosines_to_the_others(update.products).tolist()
-        for site, cosine in zip(update.sites, cosines, strict=True):
-            if cosine < OPPOSITE:
+        cosines, agreement = cosines_to_the_others(update.products)
+        for index, site in enumerate(update.sites):
+            cosine = float(cosines[index])
+            if cosine < OPPOSITE and agreement[index] > 0:
                 reasons.setdefault(
                     site,
                     f"{entry} moved against the others: "
@@ -307,22 +312,24 @@ def _against_the_others(updates: Mapping[str, _Updates]) -> Reasons:
     return reasons
 
 
-def cosines_to_the_others(products: Tensor) -> Tensor:
-    """cos(u_k, Σ_{j≠k} u_j / |u_j|), (K,), from the (K, K) inner products <u_j, u_k>.
+def cosines_to_the_others(products: Tensor) -> tuple[Tensor, Tensor]:
+    """cos(u_k, Σ_{j≠k} û_j) with û = u / |u|, and the sum of the cosines between the others, (K,)
+    each, from the (K, K) inner products <u_j, u_k>.
 
-    NaN for an update of length 0, if the others cancel out, and for a single update.
+    The first is NaN for an update of length 0, if the others cancel out, and for a single update.
 
     Examples:
         >>> updates = torch.tensor([[1.0], [1.0], [-2.0]])
         >>> cosines_to_the_others(updates @ updates.T)
-        tensor([nan, nan, -1.])
+        (tensor([nan, nan, -1.]), tensor([-2., -2.,  2.]))
     """
     moved = products.diagonal() > 0
     others = cosines(products).fill_diagonal_(0)
     along = others.sum(dim=1)  # <û_k, Σ_{j≠k} û_j>
-    squared = (moved.sum() - 1) + others.sum() - 2 * along  # |Σ_{j≠k} û_j|²
+    between = others.sum() - 2 * along
+    squared = (moved.sum() - 1) + between  # |Σ_{j≠k} û_j|²
     defined = moved & (squared > 1e-9)
-    return torch.where(defined, along / squared.clamp(min=1e-9).sqrt(), math.nan)
+    return torch.where(defined, along / squared.clamp(min=1e-9).sqrt(), math.nan), between
 
 
 def drop_invalid_metrics(reply: Message) -> dict[str, tuple[str, str]]:
