@@ -213,6 +213,17 @@ def test_what_cannot_be_chosen_says_how(eyes: Path, tmp_path: Path) -> None:
         import_folder(one, ImportOptions(structures=parse_structures(["cup"])))
 
 
+def test_a_mask_without_a_name_is_one_of_several_chosen(tmp_path: Path) -> None:
+    for n in NUMBERS:
+        picture(tmp_path / "raw" / "images" / f"{n}.png", 60 + n)
+        mask(tmp_path / "raw" / "masks" / f"{n}.png")
+    assert "no name says which; call their folder so, as disc" in error_of(tmp_path, "disc", "cup")
+    (tmp_path / "raw/masks").rename(tmp_path / "raw/disc_masks")
+    imported(tmp_path, "disc", "cup")
+    content = json.loads((tmp_path / "out/datalist.json").read_text())
+    assert content["annotated"] == ["disc"] and [*content["labels"].values()] == ["disc", "cup"]
+
+
 def test_a_mask_in_the_way_is_not_replaced(eyes: Path) -> None:
     picture(eyes / "raw/REFUGE/Masks/REFUGE0_disc.png")
     refuge = ImportOptions(structures=parse_structures(["disc=0,128"]), out=eyes / "out", skip=True)

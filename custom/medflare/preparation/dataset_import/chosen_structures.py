@@ -161,10 +161,14 @@ def _of_one_structure(
     folder: ImageFolder, dataset: Dataset, chosen: Sequence[Structure]
 ) -> Dataset:
     """Images whose masks show one structure, the one that files and folders name."""
-    if not dataset.structure and len(chosen) == 1:
+    if dataset.structure:
+        return with_names(dataset, [*names_here([dataset.structure], chosen, folder)], chosen)
+    if len(chosen) == 1:
         return with_names(dataset, [chosen[0].name], chosen)
-    called = dataset.structure or "(without a name in files and folders)"
-    return with_names(dataset, [*names_here([called], chosen, folder)], chosen)
+    raise DataError(
+        f"{folder.root}: its masks show one structure, and no name says which; call their folder "
+        f"so, as {chosen[0].name}"
+    )
 
 
 def _mask_of_values(file: Path, values: Sequence[int]) -> bytes:
