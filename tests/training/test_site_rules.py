@@ -14,6 +14,7 @@ from medflare.data.loading import SiteData, Split
 from medflare.data.local import Bounds, LocalSettings
 from medflare.federation.participant import Participant
 from medflare.methods.catalogue import get_method
+from medflare.tasks import optimizers
 from medflare.tasks.config import Sampling, TaskConfig, load_task, presets
 from medflare.tasks.loss_weights import loss_weights
 from medflare.training.site import Site
@@ -22,6 +23,7 @@ from medflare.training.site_rules import (
     check_inside_sites,
     check_selection,
     weighty_patients,
+    weighty_steps,
 )
 
 TASK = small_task("classification")  # dark, medium, bright
@@ -93,6 +95,40 @@ def test_weights_do_not_make_a_model_of_one_patient(task: TaskConfig) -> None:
 )
 def test_usual_weights_for_a_rare_class_are_allowed(task: TaskConfig) -> None:
     assert not problem(site_of(RARE, task))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"name": "sgd", "momentum": 0.9, "dampening": 1.0},
+        {"name": "sgd", "momentum": 0.9, "dampening": 0.99},
+        {"name": "sgd", "momentum": 1000.0},
+        {"name": "sgd", "weight_decay": 100.0},
+        {"name": "adamw", "weight_decay": 99.0, "betas": [0.0, 0.999]},
+        {"name": "Adagrad", "lr_decay": 1e9},
+        {"name": "RMSprop", "momentum": 1000.0},
+    ],
+)
+def test_an_optimizer_does_not_make_a_model_of_one_step(arguments: dict[str, Any]) -> None:
+    task = replace(TASK, optimizer={"lr": 0.01, **arguments}, batch_size=1)
+    assert "and optimizer" in problem(site_of([0, 1, 2] * 10, task))
+    assert not problem(site_of([0, 1, 2] * 10, replace(task, batch_size=5)))
+    assert not problem(site_of([0, 1, 2] * 10, replace(task, accumulate=5)))
+
+
+@pytest.mark.parametrize("name", sorted(optimizers._usable()))
+@pytest.mark.parametrize("minimum", [2, 5, 20])
+def test_usual_optimizers_are_allowed(name: str, minimum: int) -> None:
+    task = replace(TASK, optimizer={"name": name, "lr": 0.01}, batch_size=1)
+    assert not problem(site_of([0, 1, 2] * 10, task), minimum)
+
+
+def test_steps_of_equal_weight() -> None:
+    """Of SGD's ten equal steps nine have 0.9 of the change; numbers that overflow are none."""
+    assert weighty_steps(replace(TASK, optimizer={"name": "sgd", "lr": 0.1}), 10) == 9
+    assert (
+        weighty_steps(replace(TASK, optimizer={"name": "sgd", "lr": 1, "momentum": 1e300}), 10) == 0
+    )
 
 
 ATTACKS: dict[str, tuple[str, list[str], dict[str, Any]]] = {

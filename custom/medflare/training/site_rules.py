@@ -22,6 +22,7 @@ from medflare.data.local import PLACE, Bounds
 from medflare.data.targets import counts_by_image
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.loss_weights import image_weights, loss_weights
+from medflare.tasks.optimizers import build_optimizer
 from medflare.training.batches import rows_of_patients, sampling_weights
 
 _MOST = 0.9  # of the weight of all training images
@@ -87,11 +88,14 @@ def check_selection(
     patients = len(set(data.train.patients))
     enough = patients >= minimum_patients
     if enough and minimum_patients > 1:
-        enough = weighty_patients(task, data, minimum_patients) >= _most_of(minimum_patients)
+        # At most one patient an image of a step.
+        in_steps = weighty_steps(task, 2 * minimum_patients) * task.batch_size * task.accumulate
+        weighty = min(weighty_patients(task, data, minimum_patients), in_steps)
+        enough = weighty >= _most_of(minimum_patients)
     if not enough:
         raise ConfigError(
-            f"site {site} does not train, and sends no model: with this task's classes, loss and "
-            "weights, training is on fewer patients than its minimum_patients "
+            f"site {site} does not train, and sends no model: with this task's classes, loss, "
+            "weights and optimizer, training is on fewer patients than its minimum_patients "
             f"({minimum_patients})"
         )
 
@@ -167,6 +171,31 @@ def weighty_patients(task: TaskConfig, data: SiteData, minimum_patients: int) ->
     by_image = torch.cat([image_weights(task, part, shown) for part in weights], dim=1)
     used = [drawn * column for column in by_image.T if column.any()]
     return min((_weighty(_means(column, patients)) for column in used), default=0)
+
+
+def weighty_steps(task: TaskConfig, steps: int) -> int:
+    """The smallest number of so many steps of the task's optimizer that have 0.9 of the change of
+    the model.
+
+    Each step has a gradient in a coordinate of its own, and changes this one. Of the optimizers of
+    torch with their usual arguments half the steps or more; one with `dampening=1` of SGD, where
+    the first step's gradient alone counts, or with a weight decay of 1 / lr, where the last does.
+    """
+    with_gradients = _after_steps(task, torch.eye(steps, dtype=torch.float64))
+    without = _after_steps(task, torch.zeros(steps, steps, dtype=torch.float64))
+    return _weighty((with_gradients - without).abs().tolist())
+
+
+def _after_steps(task: TaskConfig, gradients: Tensor) -> Tensor:
+    """The weights (K,), at first zero, after a step of the task's optimizer with each row of
+    `gradients` (steps, K).
+    """
+    weights = torch.nn.Parameter(torch.zeros_like(gradients[0]))
+    optimizer = build_optimizer(task.optimizer, [weights], f"task {task.name}")
+    for gradient in gradients:
+        weights.grad = gradient.clone()
+        optimizer.step()
+    return weights.detach()
 
 
 def _fewest(task: TaskConfig, weights: Tensor, patients: int, minimum: int) -> int:
