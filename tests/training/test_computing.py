@@ -1,3 +1,4 @@
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -111,6 +112,8 @@ def test_a_compiled_network_is_the_same_network(
     ):
         torch.testing.assert_close(actual, expected)
     assert compiled
+    folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert folder.stat().st_mode & 0o777 == 0o700 and folder.name.startswith("medflare-compiled-")
 
 
 def test_a_gpu_without_bf16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def problem(site: Site, minimum: int = 5, sites: Sequence[str] = ("A", "B"), **b
     try:
         check_inside_sites("A", len(sites), Bounds(**bounds))
         check_selection("A", site.task, site.data, minimum, Bounds(**bounds))
-        check_contrast("A", site.data, minimum)
+        check_contrast(site, minimum)
     except ConfigError as error:
         return str(error)
     return ""
@@ -304,6 +304,19 @@ def test_an_intensity_transform_does_not_leave_one_patient_alone() -> None:
     assert not problem(empty), "no patient is left alone"
     empty.data.train.images[5] = pictures(1)[0]
     assert "wider range" in problem(empty), "nor by an image that is not the middle one"
+
+
+def test_an_augmentation_does_not_leave_one_patient_alone() -> None:
+    """As factors do that round all but the brightest pixels to float32's zero."""
+    darken = {"name": "RandScaleIntensity", "prob": 1, "factors": [-0.9999, -0.9999]}
+    round_off = {"name": "RandScaleIntensity", "prob": 1, "factors": [-0.9, -0.9]}
+    task = replace(TASK, augment=(*[darken] * 11, round_off))
+    for lit in (1, 4, 5):
+        site = site_of([0, 1] * 20, task)
+        assert isinstance(site.data.train.images, torch.Tensor)
+        site.data.train.images[lit:] *= 0.6
+        assert ("wider range" in problem(site)) == (lit < 5)
+        assert not problem(site, minimum=0)
 
 
 def test_a_class_without_weight_is_not_told_from_a_class_of_few() -> None:

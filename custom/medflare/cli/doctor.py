@@ -206,7 +206,10 @@ def _settings(kit: Kit) -> str:
             f"minimum_patients is not set in {kit.local / LOCAL_FILE}: "
             "metrics of single patients may leave the site"
         )
-    return f"metrics of at least {local.minimum_patients} patients leave the site"
+    text = f"metrics of at least {local.minimum_patients} patients leave the site"
+    if local.privacy is None:
+        text += '; no "privacy" budget: models can show training images to who leads a job'
+    return text
 
 
 def _disk(kit: Kit, local: LocalSettings | None) -> str:

@@ -81,13 +81,16 @@ def write_results(folder: Path, record: RunRecord) -> JsonDict:
     """Write results.json and then report.html into `folder`; returns the results dict, see
     `build_results`.
 
-    A page with pictures, which may show training images, is readable by this account alone.
+    A page with pictures, which may show training images, is readable by this account alone, as are
+    results and page of a failed run, whose reason may name a file.
     """
     results = build_results(record)
-    write_json(folder / RESULTS_FILE, results, public=True)
+    failed = bool(record.reason)
+    write_json(folder / RESULTS_FILE, results, public=not failed)
     models = {path.name for path in (folder / "models").glob("*")}
     page = render_report(results, json_ready(record.history), record.pictures, models)
-    write_atomically(folder / REPORT_FILE, page.encode(), public=not record.pictures)
+    private = failed or record.pictures
+    write_atomically(folder / REPORT_FILE, page.encode(), public=not private)
     return results
 
 

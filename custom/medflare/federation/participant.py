@@ -294,7 +294,7 @@ class Participant:
                 record.note_refusal()
             raise
         if not self._private:  # DP-SGD protects a single patient of whom a model would be
-            check_contrast(self.name, site.data, self._minimum)
+            check_contrast(site, self._minimum)
 
     def _note_evaluations(
         self, phase: str, models: Iterable[Message | StateDict], is_repeated: bool

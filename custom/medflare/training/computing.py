@@ -1,7 +1,12 @@
 """How a site computes: device, precision, memory format, compilation."""
 
+import atexit
+import os
+import shutil
+import tempfile
 import warnings
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -39,6 +44,7 @@ class Computing:
                 if weight.ndim in _CHANNELS_LAST:
                     weight.data = weight.data.contiguous(memory_format=_CHANNELS_LAST[weight.ndim])
         if self.compiled:
+            compile_apart()
             # Methods use features too, which compiling the whole would not cover.
             network.body.compile()
             network.head.compile()
@@ -63,6 +69,16 @@ class Computing:
         if data.in_memory and stays(data.nbytes, self.device):
             return data.on(self.device)
         return data
+
+
+@cache
+def compile_apart() -> None:
+    """Have torch keep what it compiles in a folder of this process: else it loads, also by pickle,
+    what another account has put into a folder of a known name.
+    """
+    folder = tempfile.mkdtemp(prefix="medflare-compiled-")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def free_memory(device: torch.device) -> float:

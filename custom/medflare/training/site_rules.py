@@ -6,8 +6,9 @@ the update shows.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,14 @@ from torch import Tensor
 from medflare.core.errors import ConfigError
 from medflare.core.specs import Manifest
 from medflare.data.datalist import SPLITS
-from medflare.data.loading import SiteData
+from medflare.data.loading import Batch, SiteData
 from medflare.data.local import PLACE, Bounds
 from medflare.data.targets import counts_by_image
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.loss_weights import image_weights, loss_weights
 from medflare.tasks.optimizers import build_optimizer
 from medflare.training.batches import rows_of_patients, sampling_weights
+from medflare.training.site import Site
 
 _MOST = 0.9  # of the weight of all training images
 _LEAST_CONTRAST = 0.01  # of the patient with the most
@@ -100,37 +102,48 @@ def check_selection(
         )
 
 
-def check_contrast(site: str, data: SiteData, minimum_patients: int) -> None:
-    """Raise ConfigError if the task's intensity transform makes the training images plain but those
-    of fewer patients than the minimum: the model would be theirs.
+def check_contrast(site: Site, minimum_patients: int) -> None:
+    """Raise ConfigError if the task's intensity transform, or its augmentation, makes the training
+    images plain but those of fewer patients than the minimum: the model would be theirs.
     """
-    if minimum_patients > 1 and contrasted_patients(data) < _most_of(minimum_patients):
-        raise ConfigError(
-            f"site {site} does not train, and sends no model: the task's intensity transform makes "
-            "the training images plain but those of fewer patients than its minimum_patients "
-            f"({minimum_patients}); give the transform a wider range"
-        )
+    if minimum_patients < 2:
+        return
+    train = site.data.train
+    for image_of in (train.image, partial(_augmented, site)):
+        if contrasted_patients(train.patients, image_of) < _most_of(minimum_patients):
+            raise ConfigError(
+                f"site {site.name} does not train, and sends no model: the task's intensity "
+                "transform or augmentation makes the training images plain but those of fewer "
+                f"patients than its minimum_patients ({minimum_patients}); give the transforms a "
+                "wider range"
+            )
 
 
-def contrasted_patients(data: SiteData) -> int:
-    """The number of training patients whose image, as the network gets it, has a standard deviation
-    of at least 0.01 of the largest one; all patients if each image is plain.
+def _augmented(site: Site, row: int) -> Tensor:
+    """A training image after the task's augmentation, with random numbers of its row."""
+    image, target = site.data.train[row]
+    batch = Batch(image[None], target[None], torch.tensor([row]))
+    return site.augmented(batch, np.random.RandomState(row)).images[0]
+
+
+def contrasted_patients(patients: Sequence[str], image_of: Callable[[int], Tensor]) -> int:
+    """The number of patients whose image, as the network gets it, has a standard deviation of at
+    least 0.01 of the largest one; all patients if each image is plain.
 
     Of several images of a patient the middle one counts: the first and last slices of a volume may
     be empty. If all these are plain, every image counts.
     """
-    rows = rows_of_patients(data.train.patients)
-    middle = [own[len(own) // 2] for own in rows.values()]
-    deviations = [_deviation(data, row) for row in middle]
+    rows = rows_of_patients(patients)
+    deviations = [_deviation(image_of(own[len(own) // 2])) for own in rows.values()]
     if not any(deviations):
-        deviations = [max(_deviation(data, row) for row in own) for own in rows.values()]
+        deviations = [max(_deviation(image_of(row)) for row in own) for own in rows.values()]
     least = _LEAST_CONTRAST * max(deviations, default=0.0)
     return sum(deviation >= least for deviation in deviations)
 
 
-def _deviation(data: SiteData, row: int) -> float:
-    """The largest standard deviation of a channel of a training image."""
-    image = data.train.image(row).double().flatten(1)
+def _deviation(image: Tensor) -> float:
+    """The largest standard deviation of a channel of an image."""
+    image = image.double().flatten(1)
     image = image - image[:, :1]  # of a plain image exactly 0
     return float(image.std(dim=1, correction=0).max())
 
