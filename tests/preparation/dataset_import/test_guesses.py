@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import unicodedata
 from collections.abc import Callable
@@ -991,3 +992,83 @@ def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
     assert not any(
         "not used" in note for note in imported(rows(tmp_path / "b", *cells).parent).dataset.notes
     )
+
+
+# -- folders and columns that mean two things ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [("AMD", "DME", "NORMAL"), ("Covid_", "Normal_")])
+def test_numbered_folders_of_several_classes_may_be_patients(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    """As Srinivasan's OCT volumes, whose folders AMD1, AMD2, ... are of patients."""
+    for name in names:
+        for number in range(3):
+            for image in range(4):
+                picture(tmp_path / "raw" / f"{name}{number}" / f"{image}.png", 9 * image + number)
+    text = error_of(tmp_path / "raw")
+    classes = [name.strip("_") for name in names]
+    assert f"patients of the classes {', '.join(classes)}? if so, move them" in text
+    (option,) = re.findall("--patient '([^']+)'", text)
+    for folder in [*(tmp_path / "raw").iterdir()]:
+        (inner,) = [name for name in classes if folder.name.startswith(name)]
+        (tmp_path / "moved" / inner).mkdir(parents=True, exist_ok=True)
+        shutil.move(folder, tmp_path / "moved" / inner / folder.name)
+    report = imported(tmp_path / "moved", kind="classification", patient=option)
+    assert [*report.dataset.labels.values()] == classes
+    assert len({item.patient for item in report.sites[""]}) == 3 * len(names)
+
+
+@pytest.mark.parametrize("names", [("grade 1", "grade 2", "normal"), ("01_TUMOR", "02_STROMA")])
+def test_numbered_classes_are_no_patients(names: tuple[str, ...], tmp_path: Path) -> None:
+    for name in names:
+        for image in range(6):
+            picture(tmp_path / name / f"{image}.png", 9 * image)
+    assert [*imported(tmp_path).dataset.labels.values()] == sorted(names)
+
+
+def test_loose_pictures_beside_folders_of_classes_are_asked_about(tmp_path: Path) -> None:
+    classes(tmp_path / "raw" / "dataset", names=("benign", "malignant"))
+    for number in range(2):
+        picture(tmp_path / "raw" / "figures" / f"fig{number}.png", 40 + number)
+    text = error_of(tmp_path / "raw")
+    assert "dataset holds the folders benign, malignant, figures holds images" in text
+    assert "give the folder dataset" in text
+    outer = imported(tmp_path / "raw", kind="classification").dataset
+    assert [*outer.labels.values()] == ["dataset", "figures"]
+    (tmp_path / "raw/datalist.json").unlink()
+    assert [*imported(tmp_path / "raw/dataset").dataset.labels.values()] == ["benign", "malignant"]
+
+
+def test_findings_of_one_site_are_findings_of_all(tmp_path: Path) -> None:
+    """At one of them each image has exactly one finding, by chance."""
+    cells = {"nord": ["10", "01"] * 6, "sued": ["10", "11", "00"] * 4}
+    for site, pairs_of_site in cells.items():
+        names = pictures(tmp_path / "raw" / site, len(pairs_of_site))
+        listed = [(name, *pair) for name, pair in zip(names, pairs_of_site, strict=True)]
+        table(tmp_path / "raw" / site / "t.csv", ("image", "edema", "effusion"), *listed)
+    chosen = Columns(label="edema,effusion")
+    report = imported(tmp_path / "raw", site_folders=True, out=tmp_path / "out", columns=chosen)
+    assert "sites without a class" not in report.render()
+    for site, pairs_of_site in cells.items():
+        counts = {str(pair): 0 for pair in pairs_of_site}
+        content_of_site = content(tmp_path / "out" / site)
+        for split in ("training", "validation", "test"):
+            for entry in content_of_site[split]:
+                counts["".join(map(str, entry["label"]))] += 1
+        assert counts == {pair: pairs_of_site.count(pair) for pair in counts}
+
+
+@pytest.mark.parametrize(
+    "column", ["Patienten-Nr", "N° patient", "patientid", "record_id", "Numéro de dossier"]
+)
+def test_columns_that_are_called_patient(column: str, tmp_path: Path) -> None:
+    rows(tmp_path, (column, [f"{n // 2}" for n in range(12)]), ("label", "abab" * 3))
+    report = imported(tmp_path)
+    assert len({item.patient for item in report.sites[""]}) == 6
+    assert "patients are unknown" not in report.render()
+
+
+def test_a_record_of_each_image_tells_no_patient(tmp_path: Path) -> None:
+    rows(tmp_path, ("record_id", [f"{n}" for n in range(12)]), ("label", "abab" * 3))
+    assert "patients are unknown" in imported(tmp_path).render()

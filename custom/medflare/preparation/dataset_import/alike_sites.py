@@ -35,8 +35,29 @@ def with_all_classes(datasets: Mapping[str, Dataset], root: Path) -> dict[str, D
                     "or import them apart"
                 )
     if not differ:
-        return dict(datasets)
+        return _with_findings(datasets)
     return _renumbered(datasets, sorted_labels(names), root)
+
+
+def _with_findings(datasets: Mapping[str, Dataset]) -> dict[str, Dataset]:
+    """The sites' images, those of all with lists of 0 and 1 if one site has them: where each image
+    has one finding by chance, they are read as classes.
+    """
+    items_of_sites = [dataset.items for dataset in datasets.values()]
+    lists = any(isinstance(item.label, list) for item in chain(*items_of_sites) if not item.masks)
+    if not lists:
+        return dict(datasets)
+    complete = {}
+    for site, dataset in datasets.items():
+        items = []
+        for item in dataset.items:
+            if isinstance(item.label, int):
+                findings = [0] * len(dataset.labels)
+                findings[item.label] = 1
+                item = replace(item, label=findings)
+            items.append(item)
+        complete[site] = replace(dataset, items=tuple(items))
+    return complete
 
 
 def with_all_channels(datasets: Mapping[str, Dataset], root: Path) -> dict[str, Dataset]:

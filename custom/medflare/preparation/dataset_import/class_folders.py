@@ -85,6 +85,7 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: boo
                 f"if {name} is a split, rename it train, val or test; otherwise take it out"
             )
     if not confirmed:
+        _refuse_two_levels(folder, inner)
         _refuse_patients(folder, names, below)
         _refuse_no_classes(folder, names)
     refuse_variants(names, f"{folder.root}: the class folders")
@@ -238,6 +239,21 @@ def _refuse_sites(folder: ImageFolder, inner: Mapping[str, Collection[str]]) -> 
         )
 
 
+def _refuse_two_levels(folder: ImageFolder, inner: Mapping[str, Collection[str]]) -> None:
+    """Raise DataError if one folder holds several that may be the classes, and another images
+    alone, as dataset/benign, dataset/malignant and figures; `inner`: folder -> those in it.
+    """
+    without = [name for name, folders in inner.items() if not folders]
+    for name, folders in sorted(inner.items()):
+        if without and len(folders) > 1 and not any(map(_may_be_patient, folders)):
+            listed = _first_of(sorted(folders))
+            raise DataError(
+                f"{folder.root}: {name} holds the folders {listed}, {without[0]} holds images; if "
+                f"{listed} are the classes, give the folder {name}; if {name} and {without[0]} "
+                "are, give --kind classification"
+            )
+
+
 def _refuse_no_classes(folder: ImageFolder, names: Sequence[str]) -> None:
     """Raise DataError for a folder that may hold the images of all classes, or ungraded ones."""
     photographs = [name for name in names if {*words(name)} <= IMAGE_WORDS]
@@ -377,6 +393,16 @@ def _refuse_other_groups(folder: ImageFolder, names: Sequence[str], images: int)
         raise DataError(
             f"{folder.root}: {len(names)} folders ({names[0]}, ...) for {images} images are "
             "many classes; if they are classes and no patients, give --kind classification"
+        )
+    numbered_of = defaultdict(list)  # class without its number -> folders
+    for name in names:
+        numbered_of[re.sub(r"[\d_. -]*\d[\d_. -]*$", "", name)].append(name)
+    if len(numbered_of) > 1 and min(map(len, numbered_of.values())) > 1:
+        classes = sorted_labels(numbered_of)
+        raise DataError(
+            f"{folder.root}: are {_first_of(names)} patients of the classes "
+            f"{', '.join(classes)}? if so, move them into folders of these names, and give --patient "
+            "'^[^/]+/([^/]+)/'; if each is a class, give --kind classification"
         )
     stems = {re.sub(r"[\d_.-]+", " ", name).lower() for name in names}
     numbers = [int(number) for name in names for number in re.findall(r"\d+", name)]

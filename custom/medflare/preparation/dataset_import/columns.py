@@ -98,10 +98,15 @@ def _names_files(cells: "pd.Series[str]") -> bool:
 
 def columns_but_labels(table: ImageTable, columns: Columns) -> UsedColumns:
     """The columns of the table; those of labels only as far as they are requested."""
-    header = list(table.frame)
+    frame = table.frame
+    header = list(frame)
     used = _requested_columns(table, columns)
     for name in {*used} - {"image", "label"}:
         used[name] = used[name] or usual_columns(WORDS["column"][name], header)[:1]
+    for name in header:
+        repeated = frame[name][frame[name] != ""].duplicated().any()
+        if not used["patient"] and _is_called_patient(name) and repeated:
+            used["patient"] = [name]
     taken = set(chain(*used.values()))
     others = [column for column in header if column not in taken]
     for name, usual_names in WORDS["attribute_column"].items():
@@ -213,6 +218,17 @@ def usual_columns(usual_names: Sequence[str], header: Sequence[str]) -> list[str
     """The columns with usual names, the likeliest first."""
     by_words = {" ".join(words(name)): name for name in reversed(header)}
     return [by_words[usual] for usual in usual_names if usual in by_words]
+
+
+def _is_called_patient(column: str) -> bool:
+    """Whether a column's name is a word for a patient, with words for an identifier or alone.
+
+    Examples:
+        >>> list(map(_is_called_patient, ["Patienten-Nr", "record_id", "Patient Age"]))
+        [True, True, False]
+    """
+    rest = [word for word in words(column) if word not in WORDS["identifier"]]
+    return len(rest) == 1 and rest[0].removesuffix("id") in WORDS["patient_word"]
 
 
 def _label_columns(table: ImageTable, used: UsedColumns) -> list[str]:
