@@ -76,6 +76,7 @@ def init(
     structure: Annotated[list[str], typer.Option()] = (),  # type: ignore[assignment]
     threshold: float | None = None,
     empty_masks: bool = False,
+    leave_out: Annotated[list[str], typer.Option()] = (),  # type: ignore[assignment]
     skip: bool = False,
     force: bool = False,
 ) -> None:
@@ -107,6 +108,8 @@ def init(
             in masks of several structures; may be repeated
         threshold (VALUE): Of soft masks; this value and more is the structure
         empty_masks: Images without a mask do not show the structure
+        leave_out (NAME): Files or folders that are not read, as mask or '*_old.png'; may be
+            repeated
         skip: Leave out images without mask or label
         force: Replace files that exist
 
@@ -149,6 +152,7 @@ def init(
         parse_structures(structure),
         threshold,
         empty_masks,
+        tuple(leave_out),
         skip,
         site_folders,
         out,

@@ -1072,3 +1072,19 @@ def test_columns_that_are_called_patient(column: str, tmp_path: Path) -> None:
 def test_a_record_of_each_image_tells_no_patient(tmp_path: Path) -> None:
     rows(tmp_path, ("record_id", [f"{n}" for n in range(12)]), ("label", "abab" * 3))
     assert "patients are unknown" in imported(tmp_path).render()
+
+
+def test_files_that_the_user_leaves_out(tmp_path: Path) -> None:
+    """As DRIVE's masks of the field of view, and those of a second reader."""
+    for number in range(8):
+        picture(tmp_path / "images" / f"{number}.png", 60 + number)
+        for folder in ("1st_manual", "2nd_manual", "mask"):
+            mask(tmp_path / folder / f"{number}.png")
+        picture(tmp_path / "images" / f"{number}_old.png", 30)
+    assert "--leave-out" in error_of(tmp_path, leave_out=("*_old.png",))
+    chosen = ("mask", "2nd_manual", "*_old.png")
+    report = imported(tmp_path, kind="segmentation", leave_out=chosen)
+    assert {item.masks[0].parent.name for item in report.sites[""]} == {"1st_manual"}
+    assert "left out by --leave-out 2nd_manual: 8 files" in report.render()
+    (tmp_path / "datalist.json").unlink()
+    assert "no file fits --leave-out third" in error_of(tmp_path, leave_out=("third",))

@@ -401,8 +401,8 @@ def _refuse_other_groups(folder: ImageFolder, names: Sequence[str], images: int)
         classes = sorted_labels(numbered_of)
         raise DataError(
             f"{folder.root}: are {_first_of(names)} patients of the classes "
-            f"{', '.join(classes)}? if so, move them into folders of these names, and give --patient "
-            "'^[^/]+/([^/]+)/'; if each is a class, give --kind classification"
+            f"{', '.join(classes)}? if so, move them into folders of these names, and give "
+            "--patient '^[^/]+/([^/]+)/'; if each is a class, give --kind classification"
         )
     stems = {re.sub(r"[\d_.-]+", " ", name).lower() for name in names}
     numbers = [int(number) for name in names for number in re.findall(r"\d+", name)]

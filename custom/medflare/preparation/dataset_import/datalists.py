@@ -136,7 +136,7 @@ def _read_folder(
 
     `several_tables`: see `find_dataset`.
     """
-    folder = scan_folder(root)
+    folder = scan_folder(root, options.leave_out)
     dataset = find_dataset(folder, options, several_tables=several_tables)
     dataset = with_two_values(dataset, options.structures, options.threshold)
     return folder, _checked(folder, dataset, options)

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -163,10 +163,12 @@ class ImageFolder:
         return [path for path, name in self.names.items() if name.mask]
 
 
-def scan_folder(root: Path) -> ImageFolder:
+def scan_folder(root: Path, leave_out: Sequence[str] = ()) -> ImageFolder:
     """All images and tables below a folder, but hidden ones, those of the system and of sites.
 
-    DataError if there is no image.
+    `leave_out`: patterns of files and folders that are not read, as "masks" or "*_preview.png".
+
+    DataError if there is no image, or for a pattern that no file has.
     """
     if not root.is_dir():
         raise DataError(f"{root}: not a folder; give the folder of the images, unpacked")
@@ -177,7 +179,9 @@ def scan_folder(root: Path) -> ImageFolder:
     unreadable = []
     others: dict[Path, str] = {}
     read = image_suffixes()
-    for folder, files in walk(root, left_out, _reason_of_datalist):
+    matched: Counter[str] = Counter(dict.fromkeys(leave_out, 0))  # pattern -> files
+    for folder, every_file in walk(root, left_out, _reason_of_datalist):
+        files = _without(every_file, root, matched)
         if not os.listdir(folder) and folder != root:
             left_out.setdefault("as they are empty", []).append(folder.name)
         dicom = [file for file in files if file.is_file() and is_dicom(file)]
@@ -196,6 +200,7 @@ def scan_folder(root: Path) -> ImageFolder:
         if suffix(file) in _TEXTS and file.name not in (HEADER, FILE):
             texts.append(file)
     notes = left_out_lines(left_out)
+    notes += _lines_of_patterns(matched, root)
     previews = _previews(images)
     if previews:
         first = min(previews).relative_to(root).as_posix()
@@ -228,6 +233,35 @@ def scan_folder(root: Path) -> ImageFolder:
         tuple(texts),
         {image: header.study for image, header in headers.items()},
     )
+
+
+def _without(files: Iterable[Path], root: Path, matched: Counter[str]) -> list[Path]:
+    """The files that fit none of the patterns, themselves or by a folder above them.
+
+    `matched`: pattern -> how many files fit, which is increased.
+    """
+    others = []
+    for file in files:
+        relative = file.relative_to(root)
+        fitting = [
+            pattern
+            for pattern in matched
+            if any(path.match(pattern) for path in (relative, *relative.parents))
+        ]
+        matched.update(fitting)
+        if not fitting:
+            others.append(file)
+    return others
+
+
+def _lines_of_patterns(matched: Mapping[str, int], root: Path) -> list[str]:
+    """A line for each pattern of files to leave out; DataError for one that no file fits."""
+    lines = []
+    for pattern, number in matched.items():
+        if not number:
+            raise DataError(f"{root}: no file fits --leave-out {pattern}; correct the pattern")
+        lines.append(f"left out by --leave-out {pattern}: {number} files")
+    return lines
 
 
 def is_table(file: Path) -> bool:

@@ -305,8 +305,8 @@ def _two_images(folder: ImageFolder, images: Sequence[Path], mask: Path) -> Data
 def _two_masks(folder: ImageFolder, masks: Sequence[Path]) -> DataError:
     return DataError(
         f"{folder.both(*masks[:2])}: two masks of one image; unite them, "
-        "take one out (as a field of view), or list them in a table, with --mask-column and a "
-        "column for each"
+        "leave one out (--leave-out FOLDER, as of fields of view), or list them in a table, with "
+        "--mask-column and a column for each"
     )
 
 

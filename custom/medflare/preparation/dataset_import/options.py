@@ -44,6 +44,7 @@ class ImportOptions:
     # Value from which soft masks are the structure; None: they are refused.
     threshold: float | None = None
     empty_masks: bool = False  # an image without a mask does not show the structure
+    leave_out: tuple[str, ...] = ()  # patterns of files and folders that are not read
     skip: bool = False  # leave out images without mask or label
     site_folders: bool = False  # each folder in the folder is a site
     # Folder for the datalists and hard links to the files; None: the folder of the images.
