@@ -8,6 +8,7 @@ steps are those of the task's optimizer: plain SGD steps at the learning rate of
 hardly move a model.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -68,22 +69,21 @@ class PersonalServerHyper(FedAvgServerHyper):
     )
 
 
+# Three specs of the entry "personal": a site's own model; the same, which `validate` sends (with
+# Per-FedAvg alone, whose personal models are made at the sites); the models of all sites together.
 PERSONAL = TensorSpec("personal", "the site's personal model, a part of everybody's super model")
-PERSONALS = TensorSpec("personal", of=lambda plan: plan.sites)  # where all are sent together
+ADAPTED = replace(PERSONAL, when=lambda plan: plan.site_hyper.personalization == "perfedavg")
+PERSONALS = TensorSpec(PERSONAL.name, of=lambda plan: plan.sites)
 META_MODEL = TensorSpec(
     "meta",
     "the site's copy of the model that personal models start from",
     when=lambda plan: plan.site_hyper.personalization in SHARED_META,
 )
-# The same entry as `MODEL`, which `FedAvgSite.train` writes, with a purpose of its own.
-TRAINED_GLOBAL = TensorSpec(
-    "model", "the site's locally trained global model, for the weighted mean"
+# The entry "model", with a purpose of its own.
+TRAINED_GLOBAL = replace(
+    MODEL, purpose="the site's locally trained global model, for the weighted mean"
 )
 REQUEST = (MODEL, PERSONAL, META_MODEL)
-# Per-FedAvg's personal model is made at the site.
-ADAPTED = TensorSpec(
-    "personal", PERSONAL.purpose, when=lambda plan: plan.site_hyper.personalization == "perfedavg"
-)
 LOSSES = MetaSpec[dict[str, float | None]](
     "losses", "mean training loss of each model", table(number(optional=True)), "train"
 )
