@@ -25,7 +25,7 @@ from medflare.core.states import StateDict, difference, moved
 from medflare.data.loading import SiteData, Split
 from medflare.federation.exchange import Answer
 from medflare.federation.local import loop
-from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.settings import ENROL
 from medflare.methods.base import Step
 from medflare.tasks.config import load_task

@@ -10,8 +10,8 @@ from medflare.core.errors import ConfigError
 from medflare.data import trial
 from medflare.data.transforms import Augmentation, Preprocessing
 from medflare.data.trial import try_task
+from medflare.tasks.allowed_transforms import photometric_augmentations, spatial_augmentations
 from medflare.tasks.config import load_task
-from medflare.tasks.transforms import photometric_augmentations, spatial_augmentations
 
 
 def _disc() -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ import pytest
 
 from medflare.core.errors import StateError
 from medflare.federation.checkpoint import CHECKPOINT, Checkpoint, copy_checkpoint, stored_plan
-from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.outcome import SiteCost
 from medflare.federation.schedule import Federation
 from medflare.methods.fedavg import FedAvgServer

@@ -14,7 +14,7 @@ from medflare.evaluation.presentation import method_tables
 from medflare.evaluation.results import validate_results
 from medflare.federation.exchange import Answer
 from medflare.federation.local import loop
-from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.federation.protocol import PERSONAL_MODEL
 from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE

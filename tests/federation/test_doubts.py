@@ -14,7 +14,7 @@ from medflare.data.loading import SiteData, Split
 from medflare.data.local import LocalSettings
 from medflare.evaluation.findings import findings_of
 from medflare.federation.final_models import SiteFolder
-from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.federation.run import Run
 from medflare.federation.settings import run_settings

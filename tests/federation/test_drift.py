@@ -13,7 +13,7 @@ from medflare.core.message import Message
 from medflare.core.rng import torch_generator
 from medflare.federation.exchange import Answer
 from medflare.federation.local import loop
-from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.outcome import StepReport
 from medflare.federation.update_validation.clipping import usual_lengths
 from medflare.federation.update_validation.drift import DriftMemory, drift

@@ -18,7 +18,7 @@ from medflare.data.local import LocalSettings
 from medflare.federation.data_record import DataRecord
 from medflare.federation.exchange import Answer
 from medflare.federation.local import loop
-from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
 from medflare.federation.request_order import schedule_of

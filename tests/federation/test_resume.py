@@ -15,7 +15,7 @@ import medflare
 from helpers.final_models import same_weights
 from helpers.small_tasks import tiny_grades
 from medflare.core.errors import StateError
-from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.local.loop import resume_local
 from medflare.federation.memory import StoredAlgorithm
 from medflare.federation.outcome import StepReport

@@ -14,7 +14,7 @@ from medflare.data.loading import SiteData, Split
 from medflare.data.local import LocalSettings
 from medflare.federation.exchange import with_step_number
 from medflare.federation.final_models import evaluated
-from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.federation.protocol import DELIVERS, declaration_problem
 from medflare.federation.run import Run

@@ -23,7 +23,7 @@ from medflare.core.errors import ConfigError, StepFailed
 from medflare.core.message import Message
 from medflare.evaluation.results import load_results
 from medflare.federation.exchange import Answer
-from medflare.federation.local.exchange import ForkedExchange, threads_of_a_site
+from medflare.federation.local.local_exchange import ForkedExchange, threads_of_a_site
 from medflare.methods.base import Step
 from medflare.tasks.config import load_task
 from medflare.training.opening import open_site

@@ -11,7 +11,7 @@ from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.signal import Signal
 
 from medflare.data.local import LOCAL_FILE
-from medflare.federation.local.exchange import LocalExchange
+from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.flare.controller import MedflareController
 from medflare.flare.names import TASK_FILE

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from helpers.picture_sites import SEGMENTATION
 from medflare.core.errors import ConfigError
 from medflare.preparation.check import check_task
-from medflare.tasks import transforms
+from medflare.tasks import allowed_transforms
 from medflare.tasks.config import load_task, presets
 
 # Of the presets as they are published: results name them, and sites refuse a server whose task has another one.
@@ -139,10 +139,10 @@ def test_a_wrong_or_missing_setting_is_named(changes: dict[str, Any], named: str
 
 
 def test_the_transforms_of_the_presets_are_monais() -> None:
-    assert transforms._USUAL["intensity"] <= set(transforms.intensity_transforms())
-    assert transforms._USUAL["augment"] <= {
-        *transforms.spatial_augmentations(),
-        *transforms.photometric_augmentations(),
+    assert allowed_transforms._USUAL["intensity"] <= set(allowed_transforms.intensity_transforms())
+    assert allowed_transforms._USUAL["augment"] <= {
+        *allowed_transforms.spatial_augmentations(),
+        *allowed_transforms.photometric_augmentations(),
     }
 
 

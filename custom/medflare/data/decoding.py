@@ -63,9 +63,9 @@ from medflare.data.targets import (
     with_empty_masks,
 )
 from medflare.data.transforms import Preprocessing
+from medflare.tasks.allowed_transforms import EXTENSIONS as TRANSFORMS
 from medflare.tasks.config import TaskConfig, draws_images
 from medflare.tasks.metrics import Images, Spacing
-from medflare.tasks.transforms import EXTENSIONS as TRANSFORMS
 
 _FORMAT = 15  # increase when the meaning of cached tensors or the checks of images change
 _KEPT_SITES = 16  # sites whose decoded images one process keeps

@@ -18,13 +18,13 @@ from torch.nn import functional
 from medflare.core.errors import ConfigError, one_line
 from medflare.core.settings import refuse_arguments
 from medflare.core.text import format_shape
-from medflare.tasks.config import TaskConfig
-from medflare.tasks.transforms import (
+from medflare.tasks.allowed_transforms import (
     EXTENSIONS,
     SIZING,
     smooth_augmentations,
     spatial_augmentations,
 )
+from medflare.tasks.config import TaskConfig
 
 _DRAWS = 8  # tries of an augmentation that may change the size of an image
 

@@ -25,8 +25,8 @@ from medflare.core.text import format_shape
 from medflare.data.transforms import Augmentation, Preprocessing
 from medflare.networks.catalogue import meta_network
 from medflare.networks.foreign import NetworkSpec, foreign_module, imported
+from medflare.tasks.allowed_transforms import is_usual
 from medflare.tasks.config import TaskConfig, load_task
-from medflare.tasks.transforms import is_usual
 
 _SECONDS = 30  # of computing, for the network, one image and all transforms
 _START = 600  # seconds in which a busy machine starts Python and imports MONAI

@@ -22,6 +22,7 @@ from pydantic import (
 from medflare.core.errors import ConfigError
 from medflare.core.settings import checked, nested, no_such, one_of, strict_dataclass, unknown
 from medflare.core.text import NAME, Json, JsonDict, is_name, printable, printable_json, read_json
+from medflare.tasks.allowed_transforms import check_transforms
 from medflare.tasks.metrics_table import (
     default_metrics,
     metrics_of,
@@ -29,7 +30,6 @@ from medflare.tasks.metrics_table import (
     selection_metrics,
 )
 from medflare.tasks.optimizers import OPTIMIZERS, Schedule, Share, build_schedule, optimizer_class
-from medflare.tasks.transforms import check_transforms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -238,7 +238,7 @@ class TaskConfig:
         metrics: metrics of the test images beside `metric`, see `tasks.metrics_table`; empty: those
             of `default_metrics`.
         intensity: one deterministic MONAI intensity transform {"name": ..., arguments}, see
-            `tasks.transforms`.
+            `tasks.allowed_transforms`.
         augment: MONAI random transforms, applied to training batches in this order.
         slices: 2-D: how volumes are cut into slices: "axis" (0, 1 or 2 of rows, columns and slices;
             NIfTI is turned to LPS before) and "keep" ("all", or "foreground": of training volumes

@@ -17,7 +17,11 @@ from medflare.data.local import LocalSettings
 from medflare.evaluation.run_results import RunResults, in_notebook
 from medflare.federation.checkpoint import stored_plan
 from medflare.federation.final_models import ArtifactStore, SiteFolder
-from medflare.federation.local.exchange import ForkedExchange, LocalExchange, threads_of_a_site
+from medflare.federation.local.local_exchange import (
+    ForkedExchange,
+    LocalExchange,
+    threads_of_a_site,
+)
 from medflare.federation.outcome import StepReport
 from medflare.federation.participant import Participant
 from medflare.federation.run import SITES_FOLDER, Run
