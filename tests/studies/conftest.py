@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
-from medflare.studies.statistics import Run
+from medflare.studies.statistics import Results
 from medflare.tasks.config import load_task
 
 
@@ -31,7 +31,7 @@ def runs(record: RunRecord) -> list[dict[str, Any]]:
     return [run(0, 0.4, 0.6, 0.1), run(1, 0.5, 0.5, 0.2), run(2, 0.6, None, 0.6)]
 
 
-def leaving_out(site: str, value: float, run: Run) -> dict[str, Any]:
+def leaving_out(site: str, value: float, run: Results) -> dict[str, Any]:
     """The run with `site` outside in X's place, where the deployed model has this Dice."""
     outside = {
         **run["sites"]["X"],

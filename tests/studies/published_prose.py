@@ -19,7 +19,7 @@ from medflare.studies.tables import (
     HARM,
     MARGIN,
     Model,
-    Run,
+    Results,
     StudyTables,
     curve_of,
     task_of,
@@ -241,7 +241,7 @@ def of_fedsm(study: Callable[[str], StudyTables]) -> Sentences:
     )
 
 
-def outside_site(run: Run) -> str:
+def outside_site(run: Results) -> str:
     """The left-out site of a run."""
     (name,) = [name for name, site in run["sites"].items() if site["role"] == "outside"]
     return str(name)

@@ -11,12 +11,12 @@ from medflare.cli import main
 from medflare.cli.run import write_csv
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.export import default_target, summary_table
-from medflare.studies.statistics import Run
+from medflare.studies.statistics import Results
 from medflare.studies.study import write_run
 from medflare.studies.tables import StudyTables
 
 
-def run(record: RunRecord, method: str, seed: int, dice: float, curve: list[float]) -> Run:
+def run(record: RunRecord, method: str, seed: int, dice: float, curve: list[float]) -> Results:
     """Dice of one site with two structures, 3 MB up, 1 MB down, and a validation curve."""
     site = SiteRecord(
         "inside",
@@ -47,7 +47,7 @@ def run(record: RunRecord, method: str, seed: int, dice: float, curve: list[floa
 
 
 @pytest.fixture
-def groups(record: RunRecord) -> dict[str, list[Run]]:
+def groups(record: RunRecord) -> dict[str, list[Results]]:
     slow = [0.1, 0.2, 0.3, 0.4, 0.4]
     return {
         "fedavg": [run(record, "fedavg", seed, 0.5 + seed / 10, slow) for seed in range(3)],
@@ -55,7 +55,7 @@ def groups(record: RunRecord) -> dict[str, list[Run]]:
     }
 
 
-def test_a_line_for_every_row(groups: dict[str, list[Run]]) -> None:
+def test_a_line_for_every_row(groups: dict[str, list[Results]]) -> None:
     study = StudyTables(groups)
     value, source = default_target(study)
     assert value == pytest.approx(0.38) and source == "95% of fedavg"
@@ -78,7 +78,7 @@ def test_a_line_for_every_row(groups: dict[str, list[Run]]) -> None:
     assert pd.isna(summary_table(without, 0.7)["rounds_to_dice_0.700 (set)"][0])
 
 
-def test_processor_time_and_memory_if_they_are_recorded(groups: dict[str, list[Run]]) -> None:
+def test_processor_time_and_memory_if_they_are_recorded(groups: dict[str, list[Results]]) -> None:
     recorded = [
         {**run, "seconds": {"total": 9.0, "processor": 3.0}, "peak_memory_bytes": 5_000_000}
         for run in groups["fedsm"]
@@ -91,7 +91,7 @@ def test_processor_time_and_memory_if_they_are_recorded(groups: dict[str, list[R
 
 
 def test_the_command_writes_both_tables(
-    groups: dict[str, list[Run]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    groups: dict[str, list[Results]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for label, runs in groups.items():
         for of_seed in runs:

@@ -8,14 +8,14 @@ import pytest
 from medflare.cli import main
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.latex import latex_tables
-from medflare.studies.statistics import Run
+from medflare.studies.statistics import Results
 from medflare.studies.study import write_run
 from medflare.studies.tables import StudyTables
 
 
-def row(record: RunRecord, *values: tuple[float, float | None]) -> list[Run]:
+def row(record: RunRecord, *values: tuple[float, float | None]) -> list[Results]:
     """A run for each seed with Dice and HD95 at the site a_1."""
-    runs: list[Run] = []
+    runs: list[Results] = []
     for seed, (dice, hd95) in enumerate(values):
         metrics = {"deployed": {"dice": dice, "hd95": hd95}}
         sites = {"a_1": SiteRecord("inside", metrics=metrics)}
@@ -24,7 +24,7 @@ def row(record: RunRecord, *values: tuple[float, float | None]) -> list[Run]:
 
 
 @pytest.fixture
-def groups(record: RunRecord) -> dict[str, list[Run]]:
+def groups(record: RunRecord) -> dict[str, list[Results]]:
     return {
         "fedavg:a_b=1": row(record, (0.5, 4.0), (0.7, 6.0)),
         "fedsm": row(record, (0.8, 9.0), (0.8, 9.0)),
@@ -32,7 +32,7 @@ def groups(record: RunRecord) -> dict[str, list[Run]]:
     }
 
 
-def test_means_the_best_bold_the_second_underlined(groups: dict[str, list[Run]]) -> None:
+def test_means_the_best_bold_the_second_underlined(groups: dict[str, list[Results]]) -> None:
     text = latex_tables(StudyTables(groups, ["dice", "hd95"]))
     means, by_dice, by_hd95, differences = text.split("\\begin{tabular}")[1:]
     # fedsm - fedavg: 0.3 and 0.1, mean 0.2, t(0.975, 1) = 12.706, error 0.1.
@@ -59,7 +59,7 @@ def test_means_that_are_printed_alike_are_marked_alike(record: RunRecord) -> Non
 
 
 def test_the_command_prints_latex_of_some_metrics(
-    groups: dict[str, list[Run]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    groups: dict[str, list[Results]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for run in groups["fedsm"]:
         write_run(tmp_path, f"fedsm/seed{run['seed']}", run)

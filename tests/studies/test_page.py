@@ -11,13 +11,13 @@ from evaluation.pages import Page, faults
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies import figures
 from medflare.studies.page import answer_first, study_page
-from medflare.studies.statistics import Run
+from medflare.studies.statistics import Results
 from medflare.studies.tables import StudyTables, Table
 
 CUP = {"dice": 0.0}
 
 
-def deployed(record: RunRecord, method: str, seed: int, **dice: float) -> Run:
+def deployed(record: RunRecord, method: str, seed: int, **dice: float) -> Results:
     sites = {}
     for site, value in dice.items():
         sites[site] = SiteRecord(

@@ -16,7 +16,7 @@ from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.statistics import (
     ALL_SITES,
     Comparison,
-    Run,
+    Results,
     case_table,
     common_classes,
     compare,
@@ -68,7 +68,7 @@ def test_seeds_that_share_images_have_a_wider_interval() -> None:
 
 
 def test_the_ratio_of_the_split_counts_only_where_seeds_draw_it_again() -> None:
-    def split(resplit: int | None, **images: int) -> Run:
+    def split(resplit: int | None, **images: int) -> Results:
         sites = {"A": {"role": "inside", "n": images}, "X": {"role": "outside", "n": {"test": 50}}}
         return {"configuration": {"task": {"resplit": resplit}}, "sites": sites}
 
@@ -170,7 +170,7 @@ def test_seeds_alone_decide_where_each_draws_its_own_patients(
 
 
 def values_of(
-    runs: Sequence[Run], model: str, role: str = "inside", site: str = ALL_SITES
+    runs: Sequence[Results], model: str, role: str = "inside", site: str = ALL_SITES
 ) -> list[float]:
     values: list[float] = (
         study_values({"row": runs}).loc[("row", model, role, "dice", site)].tolist()
@@ -178,13 +178,13 @@ def values_of(
     return values
 
 
-def test_values_of_a_study_by_hand(runs: list[Run]) -> None:
+def test_values_of_a_study_by_hand(runs: list[Results]) -> None:
     assert values_of(runs, "global") == pytest.approx([0.5, 0.5, 0.6])
     assert values_of(runs, "global", site="B") == pytest.approx([0.6, 0.5, NAN], nan_ok=True)
     assert values_of(runs, "deployed", "outside") == [0.1, 0.2, 0.6]
 
 
-def test_a_seed_with_several_runs_counts_once(runs: list[Run]) -> None:
+def test_a_seed_with_several_runs_counts_once(runs: list[Results]) -> None:
     """Left out in turn: A's values as an inside site are averaged within the seed, and then over sites."""
     both = [runs[0], leaving_out("B", 0.8, runs[0])]
     assert values_of(both, "global", site="A") == pytest.approx([0.4]), "inside in both runs"
@@ -208,7 +208,7 @@ def test_models_of_several_sites_are_averaged(record: RunRecord) -> None:
     assert values_of([run], "personal/*", "outside") == pytest.approx([0.4])
 
 
-def run(seed: int, sites: Mapping[str, Mapping[str, Any]], outside: str = "") -> Run:
+def run(seed: int, sites: Mapping[str, Mapping[str, Any]], outside: str = "") -> Results:
     """A run in which the model "m" scored these cases."""
     about: dict[str, Any] = {
         name: {"role": "outside" if name == outside else "inside", "metrics": {}} for name in sites
@@ -235,7 +235,9 @@ def predictions(
     }
 
 
-def compared(first: Run | list[Run], second: Run | list[Run], metric: str = "dice") -> Comparison:
+def compared(
+    first: Results | list[Results], second: Results | list[Results], metric: str = "dice"
+) -> Comparison:
     runs = [of if isinstance(of, list) else [of] for of in (first, second)]
     return compare_patients((runs[0], "m"), (runs[1], "m"), metric)
 
@@ -390,9 +392,9 @@ def test_patients_of_a_class_are_counted_not_images_and_a_label_needs_both_group
 
 def equal_models(
     random: np.random.Generator, sizes: Sequence[Sequence[int]]
-) -> tuple[list[Run], list[Run]]:
+) -> tuple[list[Results], list[Results]]:
     """Three seeds of two models that have the same population accuracy of each class."""
-    runs: tuple[list[Run], list[Run]] = ([], [])
+    runs: tuple[list[Results], list[Results]] = ([], [])
     for seed in range(3):
         for of_model in runs:
             sites = {}
@@ -490,7 +492,7 @@ def test_patients_in_another_order_are_paired_by_name() -> None:
     ],
     ids=["seed", "patients", "role", "no scores"],
 )
-def test_runs_of_other_patients_are_not_paired(other: Run) -> None:
+def test_runs_of_other_patients_are_not_paired(other: Results) -> None:
     assert compared(run(0, {"A": dice(a=0.5, b=0.5)}), other) == Comparison()
 
 

@@ -29,7 +29,7 @@ from medflare.studies import study
 from medflare.studies.candidates import Candidate
 from medflare.studies.costs import PEAK
 from medflare.studies.references import CENTRALISED, POOLED, REFERENCES, SINGLE_SITE, Draw, Setting
-from medflare.studies.statistics import Run
+from medflare.studies.statistics import Results
 from medflare.studies.study import (
     STUDY_FILE,
     _finished,
@@ -474,7 +474,7 @@ def test_kept_runs_of_other_code_of_medflare(
         ] * warned
 
 
-def test_a_failed_run_is_repeated(runs: list[Run], tmp_path: Path, trained: list[str]) -> None:
+def test_a_failed_run_is_repeated(runs: list[Results], tmp_path: Path, trained: list[str]) -> None:
     write_run(
         tmp_path,
         "fedavg/seed0",
@@ -530,7 +530,7 @@ def test_a_study_that_cannot_run_is_not_started(
     assert not trained and not (tmp_path / "out").exists()
 
 
-def kept(out: Path, label: str, runs: Sequence[Run]) -> Sequence[Run]:
+def kept(out: Path, label: str, runs: Sequence[Results]) -> Sequence[Results]:
     labelled = [
         {**run, "configuration": {**run["configuration"], "settings": {"label": label}}}
         for run in runs
@@ -545,7 +545,7 @@ def entry(out: Path, name: str) -> Any:
         return json.loads(archive.read(name))
 
 
-def test_a_study_is_read_as_it_was_written(runs: list[Run], tmp_path: Path) -> None:
+def test_a_study_is_read_as_it_was_written(runs: list[Results], tmp_path: Path) -> None:
     with_scores = []
     for run in runs:
         scores = {"patients": ["p"], "values": {"dice": [run["seed"] / 10]}}
@@ -560,7 +560,7 @@ def test_a_study_is_read_as_it_was_written(runs: list[Run], tmp_path: Path) -> N
     assert (tmp_path / STUDY_FILE).read_bytes() == content, "the same runs, the same bytes"
 
 
-def test_models_with_equal_scores_share_them(runs: list[Run], tmp_path: Path) -> None:
+def test_models_with_equal_scores_share_them(runs: list[Results], tmp_path: Path) -> None:
     first = {"patients": ["p"], "values": {"dice": [0.25]}}
     second = {"patients": ["p"], "values": {"dice": [0.5]}}
     scores = {
@@ -576,7 +576,7 @@ def test_models_with_equal_scores_share_them(runs: list[Run], tmp_path: Path) ->
     assert read_study(tmp_path)["fedavg"][0]["scores"] == scores
 
 
-def test_only_the_scores_name_patients(runs: list[Run], tmp_path: Path) -> None:
+def test_only_the_scores_name_patients(runs: list[Results], tmp_path: Path) -> None:
     kept(
         tmp_path,
         "fedavg",
@@ -590,7 +590,7 @@ def test_only_the_scores_name_patients(runs: list[Run], tmp_path: Path) -> None:
     assert "scores" not in read_study(tmp_path)["fedavg"][0]
 
 
-def test_the_order_of_rows_is_extended(runs: list[Run], tmp_path: Path) -> None:
+def test_the_order_of_rows_is_extended(runs: list[Results], tmp_path: Path) -> None:
     for label in ("b", "a"):
         kept(tmp_path, label, runs[:1])
     assert list(read_study(tmp_path)) == ["a", "b"]
@@ -600,7 +600,7 @@ def test_the_order_of_rows_is_extended(runs: list[Run], tmp_path: Path) -> None:
     assert entry(tmp_path, "study.json") == {"rows": ["c", "a", "b"]}
 
 
-def test_a_damaged_study_raises_an_error(runs: list[Run], tmp_path: Path) -> None:
+def test_a_damaged_study_raises_an_error(runs: list[Results], tmp_path: Path) -> None:
     assert read_runs(tmp_path) == {}
     with pytest.raises(StateError, match=STUDY_FILE):
         read_study(tmp_path)
@@ -647,7 +647,7 @@ def test_a_study_runs_as_jobs_of_a_cluster(
 
 
 def test_two_processes_write_one_study(
-    runs: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: list[Results], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each write waits between reading the file and replacing it, so that both overlap."""
     contents = study._contents

@@ -13,7 +13,7 @@ from medflare.core.errors import ConfigError
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.figures import learning_curves
 from medflare.studies.page import study_page
-from medflare.studies.statistics import Comparison, Run
+from medflare.studies.statistics import Comparison, Results
 from medflare.studies.study import write_run
 from medflare.studies.tables import (
     StudyTables,
@@ -37,7 +37,7 @@ def line_of(table: Table, label: str, model: str) -> list[str]:
 
 def measured(
     record: RunRecord, seed: int, method: str = "fedavg", **sites: dict[str, float]
-) -> Run:
+) -> Results:
     """A run whose sites have these Dice by model; A has three equal patients, B one."""
     records = {}
     for site, of in sites.items():
@@ -58,7 +58,7 @@ def measured(
     return {**run, "scores": scores}
 
 
-def test_the_table_of_sites(runs: list[Run]) -> None:
+def test_the_table_of_sites(runs: list[Results]) -> None:
     table = StudyTables({"FedSM": runs, "single-site": runs[:1]}).sites("dice")
     assert str(table).splitlines() == [
         "| method | model | selection | A | B | mean inside | X (outside) | mean outside | runs |",
@@ -130,7 +130,7 @@ def test_the_selection_of_a_round_is_named_with_who_selected(
     assert selection({**run, "method": "single-site"}) == alone
 
 
-def test_some_metrics_only(runs: list[Run]) -> None:
+def test_some_metrics_only(runs: list[Results]) -> None:
     study = StudyTables({"all": runs}, ["hd95"])
     assert list(study.tables()) == ["hd95", "hd95, what the mean hides"]
     assert "dice" not in study_report(study)
@@ -141,7 +141,7 @@ def test_some_metrics_only(runs: list[Run]) -> None:
 
 
 def test_rows_with_equal_values_in_every_cell_are_named(record: RunRecord) -> None:
-    def row(a: float, b: float) -> list[Run]:
+    def row(a: float, b: float) -> list[Results]:
         return [measured(record, seed, A={"deployed": a}, B={"deployed": b}) for seed in (0, 1)]
 
     groups = {"fedavg": row(0.5, 0.6), "fedyogi": row(0.5, 0.6), "other": row(0.6, 0.5)}
@@ -160,7 +160,7 @@ def test_areas_under_roc_curves_are_compared_by_class(record: RunRecord) -> None
     first = [0.9, 0.8, 0.4, 0.7, 0.6, 0.5, 0.2, 0.1]
     second = [0.9, 0.8, 0.7, 0.7, 0.6, 0.5, 0.2, 0.1]
 
-    def run(scores: list[float], seed: int) -> Run:
+    def run(scores: list[float], seed: int) -> Results:
         cases = {
             "patients": list("abcdefgh"),
             "probabilities": [[score, 1 - score, 0.0] for score in scores],
@@ -182,7 +182,7 @@ def test_areas_under_roc_curves_are_compared_by_class(record: RunRecord) -> None
     assert f"| better - plain | {task.labels[2]} | – |" in lines
 
 
-def test_a_site_left_out_in_turn_has_a_column_for_each_role(runs: list[Run]) -> None:
+def test_a_site_left_out_in_turn_has_a_column_for_each_role(runs: list[Results]) -> None:
     turned = {
         **runs[0],
         "sites": {**runs[0]["sites"], "A": {**runs[0]["sites"]["A"], "role": "outside"}},
@@ -266,7 +266,7 @@ def test_the_oracle_is_marked_and_is_never_the_best(record: RunRecord) -> None:
     )
 
 
-def test_the_table_of_differences(runs: list[Run]) -> None:
+def test_the_table_of_differences(runs: list[Results]) -> None:
     """+0.1 in every seed, so that there is no spread to test against."""
     better = []
     for run, value in zip(runs, (0.2, 0.3, 0.7), strict=True):
@@ -290,9 +290,9 @@ def test_the_table_of_differences(runs: list[Run]) -> None:
     )
 
 
-def varied(record: RunRecord, method: str, *dice: float, resplit: bool = False) -> list[Run]:
+def varied(record: RunRecord, method: str, *dice: float, resplit: bool = False) -> list[Results]:
     """A run for each seed with 140 training images, 20 test images, and seven patients with the same Dice."""
-    rows: list[Run] = []
+    rows: list[Results] = []
     for seed, value in enumerate(dice):
         sites = {
             "A": SiteRecord(
@@ -426,8 +426,8 @@ def test_a_deployed_model_is_compared_with_other_models_of_its_runs(record: RunR
     assert StudyTables({"fedavg": same}).differences_within() is None
 
 
-def test_the_balanced_accuracy_of_a_selector(record: RunRecord, runs: list[Run]) -> None:
-    def run(seed: int, right: int) -> Run:
+def test_the_balanced_accuracy_of_a_selector(record: RunRecord, runs: list[Results]) -> None:
+    def run(seed: int, right: int) -> Results:
         reports = {
             "A": {"global": 4, "A": 0, "B": 0, "selector": {"A": 4, "B": 0}},
             "B": {"global": 0, "A": 0, "B": 4, "selector": {"A": 4 - right, "B": right}},
@@ -450,8 +450,8 @@ def test_the_balanced_accuracy_of_a_selector(record: RunRecord, runs: list[Run])
     assert StudyTables({"fedavg": runs}).selector() is None
 
 
-def test_runs_in_which_routing_did_harm_are_counted(record: RunRecord, runs: list[Run]) -> None:
-    def run(seed: int, end: float, events: int) -> Run:
+def test_runs_in_which_routing_did_harm_are_counted(record: RunRecord, runs: list[Results]) -> None:
+    def run(seed: int, end: float, events: int) -> Results:
         metrics = {"mixture": {"dice": 0.5}, "deployed": {"dice": end}}
         sites = {"A": SiteRecord("inside", metrics={}), "X": SiteRecord("outside", metrics=metrics)}
         reverted = [
@@ -478,14 +478,14 @@ def test_runs_in_which_routing_did_harm_are_counted(record: RunRecord, runs: lis
     assert StudyTables({"fedavg": runs}).routing() is None
 
 
-def caution(groups: dict[str, list[Run]], token: str) -> str:
+def caution(groups: dict[str, list[Results]], token: str) -> str:
     """The line above the tables with this token; "" if there is none."""
     head = study_report(StudyTables(groups)).split("\n## ")[0]
     return next((line for line in head.splitlines() if line.startswith("- ") and token in line), "")
 
 
 def test_unequal_rows_are_named(record: RunRecord) -> None:
-    def row(hyper: dict[str, Any], **changes: Any) -> list[Run]:
+    def row(hyper: dict[str, Any], **changes: Any) -> list[Results]:
         return [
             build_results(
                 dataclasses.replace(record, hyper={"site": hyper, "server": {}}, **changes)
@@ -537,7 +537,7 @@ def test_unequal_rows_are_named(record: RunRecord) -> None:
 def test_rows_with_other_weights_need_uniform_fedavg(
     record: RunRecord, method: str, server: dict[str, Any]
 ) -> None:
-    def row(method: str, server: dict[str, Any]) -> list[Run]:
+    def row(method: str, server: dict[str, Any]) -> list[Results]:
         return [
             build_results(
                 dataclasses.replace(
@@ -560,7 +560,7 @@ def test_rows_with_other_weights_need_uniform_fedavg(
 
 @pytest.mark.figures
 def test_learning_curves_have_a_line_for_every_model(
-    runs: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: list[Results], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     curves = {"global": {"A": [[0, 0.1], [1, 0.5]]}, "personal": {"A": [[0, 0.1], [1, 0.6]]}}
     one_model = [{**runs[0], "curves": {"global": curves["global"]}}]
@@ -591,7 +591,7 @@ def test_a_study_warns_of_rows_below_the_constant_answer_before_any_table(
 ) -> None:
     """Both methods are below the constant answer of 0.78 at A, the second one in one of two seeds only."""
 
-    def row(method: str, *dice: float, at_b: float = 0.9) -> list[Run]:
+    def row(method: str, *dice: float, at_b: float = 0.9) -> list[Results]:
         return [
             measured(record, seed, method, A={"deployed": value}, B={"deployed": at_b})
             for seed, value in enumerate(dice)
@@ -624,9 +624,11 @@ def test_a_study_warns_of_rows_below_the_constant_answer_before_any_table(
     assert good.banner() == [] and "should not be used" not in study_page(good)
 
 
-def left_out(record: RunRecord, method: str, *of_seeds: tuple[float, float | None]) -> list[Run]:
+def left_out(
+    record: RunRecord, method: str, *of_seeds: tuple[float, float | None]
+) -> list[Results]:
     """A run for each seed and each of the outside sites A and B, with its Dice; None: it failed."""
-    runs: list[Run] = []
+    runs: list[Results] = []
     for seed, values in enumerate(of_seeds):
         for site, value in zip("AB", values, strict=True):
             sites = {site: SiteRecord("outside", metrics={"deployed": {"dice": value}})}
@@ -662,7 +664,7 @@ def test_a_run_that_fails_at_a_hard_site_is_left_out_of_both_rows(
         assert difference.over_seeds.difference == pytest.approx((after - before).mean())
 
 
-def test_a_failed_run_has_no_part_in_a_curve(runs: list[Run]) -> None:
+def test_a_failed_run_has_no_part_in_a_curve(runs: list[Results]) -> None:
     complete = {"global": {"A": [[0, 0.1], [1, 0.3], [2, 0.5]]}}
     cut = {"global": {"A": [[0, 0.9], [1, 0.9]]}}
     of_rows = [{**runs[0], "curves": complete}]
@@ -671,7 +673,7 @@ def test_a_failed_run_has_no_part_in_a_curve(runs: list[Run]) -> None:
     assert curve_of([failed], "deployed") == {}
 
 
-def test_a_site_that_misses_the_last_validation_has_no_part_in_a_curve(runs: list[Run]) -> None:
+def test_a_site_that_misses_the_last_validation_has_no_part_in_a_curve(runs: list[Results]) -> None:
     """As in the run's own report (`findings.mean_curve`)."""
     curves = {"A": [[0, 0.1], [1, 0.3], [2, 0.5]], "B": [[0, 0.7], [1, 0.9]]}
     seeds = [{**run, "curves": {"global": curves}} for run in runs[:2]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from medflare.adaptation.registry import check_adaptable
 from medflare.core.errors import ConfigError, StepFailed, one_line
 from medflare.core.hyper import SplitHyper, parsed_value, split_hyper
-from medflare.core.text import Json
+from medflare.core.text import Json, JsonDict
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results, versions_of_run
 from medflare.federation.preflight import check_run
 from medflare.methods.catalogue import get_method
@@ -20,7 +20,6 @@ from medflare.studies.references import (
     SINGLE_SITE,
     TRAINED_AS,
     Draw,
-    Results,
     recorded_run,
     single_site,
     with_other_task,
@@ -159,7 +158,7 @@ class Candidate:
         """The outside sites that get a model; a method may have none for them."""
         return tuple(outside) if self._trained.outside else ()
 
-    def run(self, draw: Draw) -> Results:
+    def run(self, draw: Draw) -> JsonDict:
         """Results dict of one run, with curves and scores.
 
         It has the study's task, which all rows share, and the row's changes in its settings.
@@ -168,7 +167,7 @@ class Candidate:
             return self._run(draw)
         return with_other_task(self.task_changes, draw, self._run)
 
-    def failed(self, draw: Draw, error: Exception) -> Results:
+    def failed(self, draw: Draw, error: Exception) -> JsonDict:
         """Results dict of a run that ended with an error."""
         reason = f"{type(error).__name__}: {one_line(error)}"
         if isinstance(error, StepFailed):
@@ -185,7 +184,7 @@ class Candidate:
         )
         return build_results(record)
 
-    def _run(self, draw: Draw) -> Results:
+    def _run(self, draw: Draw) -> JsonDict:
         if self.method == SINGLE_SITE:
             return single_site(draw, self.hyper, self.trained_as)
         if self.method in REFERENCES:

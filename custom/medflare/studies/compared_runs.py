@@ -24,7 +24,7 @@ from medflare.studies.references import SCORES
 from medflare.studies.statistics import (
     ALL_SITES,
     Comparison,
-    Run,
+    Results,
     RunModel,
     compare_patients,
     delong_by_class,
@@ -60,7 +60,7 @@ def read_run(path: Path) -> JsonDict:
     return {**results, SCORES: scores}
 
 
-def differing_settings(runs: Mapping[str, Run]) -> pd.DataFrame:
+def differing_settings(runs: Mapping[str, Results]) -> pd.DataFrame:
     """A row for each setting that is not the same in all runs, a column for each run; UNDEFINED
     where a run has no such setting.
     """
@@ -74,7 +74,7 @@ def differing_settings(runs: Mapping[str, Run]) -> pd.DataFrame:
     return table[table.nunique(axis=1) > 1]
 
 
-def metric_of_runs(runs: Mapping[str, Run]) -> pd.DataFrame:
+def metric_of_runs(runs: Mapping[str, Results]) -> pd.DataFrame:
     """A row for each site and the mean of each role; a column for each run, and the difference to
     the first run for each other one.
 
@@ -107,7 +107,7 @@ def metric_of_runs(runs: Mapping[str, Run]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=None if rows else ["site"]).set_index("site")
 
 
-def comparison(runs: Mapping[str, Run]) -> str:
+def comparison(runs: Mapping[str, Results]) -> str:
     """Both tables as text."""
     settings = differing_settings(runs)
     metric = task_metric(next(iter(runs.values()))) or "metric"
@@ -127,7 +127,7 @@ def comparison(runs: Mapping[str, Run]) -> str:
     return "\n".join(parts)
 
 
-def delong_of_runs(runs: Mapping[str, Run]) -> pd.DataFrame:
+def delong_of_runs(runs: Mapping[str, Results]) -> pd.DataFrame:
     """A row for each site and class, a column for each run but the first: its AUC minus that of the
     first run, see `delong_by_class`; empty without scores of the same patients.
     """
@@ -148,13 +148,15 @@ def delong_of_runs(runs: Mapping[str, Run]) -> pd.DataFrame:
     return pd.DataFrame(rows.values()).fillna(UNDEFINED)
 
 
-def _is_same_task(first: Run, second: Run) -> bool:
+def _is_same_task(first: Results, second: Results) -> bool:
     task = first["configuration"]["task"]
     other_task = second["configuration"]["task"]
     return all(task.get(name) == other_task.get(name) for name in _SAME)
 
 
-def _compared(first: Run, second: Run, sites: Sequence[str], role: str, metric: str) -> Comparison:
+def _compared(
+    first: Results, second: Results, sites: Sequence[str], role: str, metric: str
+) -> Comparison:
     """The second run against the first at some sites; a comparison without a difference if they
     measured other things.
     """
@@ -169,7 +171,7 @@ def _compared(first: Run, second: Run, sites: Sequence[str], role: str, metric: 
     return compare_patients(models[0], models[1], metric, role=role)
 
 
-def _deployed(run: Run, places: Collection[str]) -> RunModel:
+def _deployed(run: Results, places: Collection[str]) -> RunModel:
     """As if the run had these sites only; patients are paired, not seeds."""
     sites = {site: run["sites"][site] for site in places}
     return [{**run, "sites": sites, "seed": 0}], _MODEL

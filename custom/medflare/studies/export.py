@@ -11,7 +11,7 @@ from medflare.evaluation.presentation import label_metric
 from medflare.evaluation.results import defined_mean
 from medflare.studies.costs import PEAK, PROCESSOR
 from medflare.studies.references import CONSTANT, TRAINED_AS
-from medflare.studies.statistics import Groups, Run, all_runs, compare, distinct, metrics_frame
+from medflare.studies.statistics import Groups, Results, all_runs, compare, distinct, metrics_frame
 from medflare.studies.tables import StudyTables, curve_of, selection
 
 _OF_TARGET = 0.95  # of the final validation metric
@@ -99,7 +99,7 @@ def _means(study: StudyTables, label: str) -> dict[str, float | None]:
     return cells
 
 
-def _versions(runs: Sequence[Run]) -> dict[str, str]:
+def _versions(runs: Sequence[Results]) -> dict[str, str]:
     """Package -> its versions."""
     versions = defaultdict(set)
     for run in runs:

@@ -14,7 +14,7 @@ from medflare.core.text import Json
 from medflare.evaluation.presentation import UNDEFINED, best_value, format_metric, lower_is_better
 from medflare.studies.candidates import Candidate
 from medflare.studies.references import CURVES, SINGLE_SITE
-from medflare.studies.statistics import Groups, Run
+from medflare.studies.statistics import Groups, Results
 from medflare.studies.tables import Table, task_of
 from medflare.tasks.config import TaskConfig
 
@@ -94,7 +94,7 @@ def _varies(row: Candidate, name: str) -> bool:
     return bool(row.hyper_names) and (name in _SHORT or name.startswith("task."))
 
 
-def validation_values(run: Run) -> list[float]:
+def validation_values(run: Results) -> list[float]:
     """The task's validation metric of the selected round at every inside site: of the personal
     model if there is one, else of the global one; empty for a run that failed.
     """

@@ -38,8 +38,6 @@ from medflare.training.epochs import finite_or_none
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
-Results = JsonDict  # of a run, as a study keeps them
-
 CONSTANT = "constant"
 SINGLE_SITE = "single-site"
 CENTRALISED = "centralised"
@@ -112,7 +110,7 @@ def recorded_run(
     models: dict[str, dict[str, Message]] | None = None,
     opened: dict[str, Site] | None = None,
     **options: Any,
-) -> Results:
+) -> JsonDict:
     """The results of `run_local` with `CURVES` and `SCORES`.
 
     `models` receives site -> role -> final model, `opened` the sites; `options`: further arguments
@@ -177,7 +175,7 @@ def cross_site(
     return matrix
 
 
-def constant_answer(draw: Draw) -> Results:
+def constant_answer(draw: Draw) -> JsonDict:
     """The best answer that ignores the image, see `training.constant`; nothing is trained.
 
     "global" comes from the training images of all inside sites, "personal" from a site's own.
@@ -208,12 +206,12 @@ def constant_answer(draw: Draw) -> Results:
     return build_results(record) | {SCORES: scores}
 
 
-def single_site(draw: Draw, hyper: Json, method: str = TRAINED_AS) -> Results:
+def single_site(draw: Draw, hyper: Json, method: str = TRAINED_AS) -> JsonDict:
     """Every inside site runs `method` alone, as a federation of one, and is tested on its own
     images: one results dict of all sites.
     """
     runs = {site: recorded_run(method, draw, [site], **hyper) for site in draw.inside}
-    merged: Results = {"sites": {}, SCORES: {}, CURVES: {}, "events": []}
+    merged: JsonDict = {"sites": {}, SCORES: {}, CURVES: {}, "events": []}
     merged["traffic"] = _NO_TRAFFIC
     failed = []
     for site, run in runs.items():
@@ -234,7 +232,7 @@ def single_site(draw: Draw, hyper: Json, method: str = TRAINED_AS) -> Results:
     return results
 
 
-def centralised(draw: Draw, hyper: Json) -> Results:
+def centralised(draw: Draw, hyper: Json) -> JsonDict:
     """One model of the pooled training images of the inside sites, tested at every site."""
     results = recorded_run(TRAINED_AS, draw, [POOLED], outside=draw.setting.sites, **hyper)
     results["traffic"] = _NO_TRAFFIC
@@ -245,7 +243,7 @@ def centralised(draw: Draw, hyper: Json) -> Results:
     return _reference(CENTRALISED, results)
 
 
-def batch_statistics(draw: Draw, hyper: Json) -> Results:
+def batch_statistics(draw: Draw, hyper: Json) -> JsonDict:
     """FedAvg's model, and as "deployed" the same normalized by the test images; raises ConfigError
     if the network has no BatchNorm.
     """
@@ -267,19 +265,19 @@ def batch_statistics(draw: Draw, hyper: Json) -> Results:
     return _reference(BATCH_STATISTICS, results)
 
 
-def augmentation(draw: Draw, hyper: Json) -> Results:
+def augmentation(draw: Draw, hyper: Json) -> JsonDict:
     """FedAvg with `APPEARANCE` after the task's augmentation, for domain generalization."""
     changes = {"augment": [*draw.task.augment, *APPEARANCE]}
     return _reference(AUGMENTATION, with_other_task(changes, draw, partial(_fedavg, hyper=hyper)))
 
 
-def equal_compute(draw: Draw, hyper: Json) -> Results:
+def equal_compute(draw: Draw, hyper: Json) -> JsonDict:
     """FedAvg with twice the local epochs, for methods that train twice as long as FedAvg."""
     changes = {"local_epochs": 2 * draw.task.local_epochs}  # FedSM and Ditto train two models
     return _reference(EQUAL_COMPUTE, with_other_task(changes, draw, partial(_fedavg, hyper=hyper)))
 
 
-def participating(draw: Draw, hyper: Json) -> Results:
+def participating(draw: Draw, hyper: Json) -> JsonDict:
     """FedAvg of all sites: what the outside sites would get if they took part."""
     results = _fedavg(replace(draw, outside=()), hyper)
     for name, site in results["sites"].items():
@@ -287,12 +285,12 @@ def participating(draw: Draw, hyper: Json) -> Results:
     return _reference(PARTICIPATING, results)
 
 
-def _fedavg(draw: Draw, hyper: Json, **options: Any) -> Results:
+def _fedavg(draw: Draw, hyper: Json, **options: Any) -> JsonDict:
     """FedAvg of the inside sites; `options`: of `recorded_run`."""
     return recorded_run(TRAINED_AS, draw, draw.inside, outside=draw.outside, **options, **hyper)
 
 
-def with_other_task(changes: Json, draw: Draw, run: Callable[[Draw], Results]) -> Results:
+def with_other_task(changes: Json, draw: Draw, run: Callable[[Draw], JsonDict]) -> JsonDict:
     """The results of a run with some settings of the task changed.
 
     They have the task of the study, which all rows share, and the changes in the run's settings.
@@ -308,7 +306,7 @@ def with_other_task(changes: Json, draw: Draw, run: Callable[[Draw], Results]) -
     return results
 
 
-def _reference(method: str, results: Results) -> Results:
+def _reference(method: str, results: JsonDict) -> JsonDict:
     """The results under the reference's name, with means over its sites."""
     changed = results | {
         "method": method,

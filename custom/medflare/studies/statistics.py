@@ -27,11 +27,11 @@ from medflare.tasks.config import draws_images
 from medflare.tasks.metrics_table import known_metric
 from medflare.tasks.summaries import ALL, MEANS_OVER_IMAGES, Interval, mean_of_defined, percentiles
 
-Run = Json  # a results dict
-# Results dicts with scores of single patients, and the name of a model in them.
-RunModel = tuple[Sequence[Run], str]
+Results = Json  # of a run, with what a study adds to results.json
+# Results with scores of single patients, and the name of a model in them.
+RunModel = tuple[Sequence[Results], str]
 # Row of a study -> runs that differ in their seed and in the sites left out.
-Groups = Mapping[str, Sequence[Run]]
+Groups = Mapping[str, Sequence[Results]]
 CaseTable = Mapping[str, NDArray[Any]]  # the cases of one model, see `case_table`
 
 ALL_SITES = ""  # in place of a site: the mean over the sites of a role
@@ -52,17 +52,17 @@ _MEANS_OVER_CLASSES = (  # of the metric of one class that `label_metric` names
 )
 
 
-def all_runs(groups: Groups) -> list[Run]:
+def all_runs(groups: Groups) -> list[Results]:
     """The runs of all rows."""
     return list(chain.from_iterable(groups.values()))
 
 
-def distinct(runs: Sequence[Run], key: str) -> list[Any]:
+def distinct(runs: Sequence[Results], key: str) -> list[Any]:
     """The different values of an item of the results dicts, sorted."""
     return sorted({run[key] for run in runs})
 
 
-def all_sites(runs: Sequence[Run]) -> list[str]:
+def all_sites(runs: Sequence[Results]) -> list[str]:
     """The names of the sites of any run, sorted."""
     return sorted(set[str]().union(*(run["sites"] for run in runs)))
 
@@ -154,7 +154,7 @@ def standard_error(differences: Sequence[float] | Floats, split_ratio: float) ->
     return float(np.std(differences, ddof=1) * np.sqrt(1 / len(differences) + split_ratio))
 
 
-def split_ratio(runs: Sequence[Run]) -> float:
+def split_ratio(runs: Sequence[Results]) -> float:
     """Test images divided by training images of the inside sites; 0 if splits share no images, if
     the runs have one split, or do not record their images.
     """
@@ -293,7 +293,7 @@ def case_table(cases: Json, metric: str) -> CaseTable | None:
     }
 
 
-def _cases_of(run: Run, site: str, model: str, metric: str) -> CaseTable | None:
+def _cases_of(run: Results, site: str, model: str, metric: str) -> CaseTable | None:
     """The `case_table` of a model at a site; None without scores of patients."""
     return case_table(run.get("scores", {}).get(site, {}).get(model) or {}, metric)
 
@@ -324,7 +324,9 @@ def weighted_metric(cases: CaseTable, metric: str, weights: Floats) -> Floats:
     return of_outputs(compute, cases["probabilities"], cases["targets"], weights)
 
 
-def pooled_values(runs: Sequence[Run], model: str, metric: str, role: str) -> "pd.Series[float]":
+def pooled_values(
+    runs: Sequence[Results], model: str, metric: str, role: str
+) -> "pd.Series[float]":
     """The metric of all test images of the role's sites as of one site, one value per run; NaN
     without scores of patients.
     """
@@ -391,7 +393,7 @@ def _terms(cases: CaseTable, metric: str, weights: Floats, classes: Sequence[int
     return np.stack(values)
 
 
-def common_classes(runs: Sequence[Run], role: str) -> dict[str, tuple[int, ...]]:
+def common_classes(runs: Sequence[Results], role: str) -> dict[str, tuple[int, ...]]:
     """The classes of each site with at least `FEWEST_OF_CLASS` patients in the test set of every
     run; {} for segmentation.
 
@@ -536,7 +538,7 @@ def _paired(first: RunModel, second: RunModel, metric: str, role: str) -> dict[s
     return sites
 
 
-def _of_same_split(run: Run, others: Sequence[Run]) -> Run | None:
+def _of_same_split(run: Results, others: Sequence[Results]) -> Results | None:
     """The first of the others with the seed and the inside sites of a run."""
     inside = sites_of_role(run, "inside")
     for other in others:

@@ -55,8 +55,8 @@ from medflare.studies.candidates import Candidate
 from medflare.studies.costs import with_costs
 from medflare.studies.grid import TRIED, selected, tried
 from medflare.studies.page import PAGE_FILE, study_page
-from medflare.studies.references import CONSTANT, SCORES, Draw, Results, Setting
-from medflare.studies.statistics import Run
+from medflare.studies.references import CONSTANT, SCORES, Draw, Setting
+from medflare.studies.statistics import Results
 from medflare.studies.tables import TABLE_FILE, StudyTables, study_report
 from medflare.tasks.config import load_task
 
@@ -96,7 +96,7 @@ def write_rows(out: Path, labels: Iterable[str], grids: Mapping[str, Iterable[st
         _write(out, contents, {_ROWS: content})
 
 
-def write_run(out: Path, name: str, results: Run) -> None:
+def write_run(out: Path, name: str, results: Results) -> None:
     """Add or replace a run."""
     content = dict(results)
     scores: dict[str, JsonDict] = {}
@@ -110,7 +110,7 @@ def write_run(out: Path, name: str, results: Run) -> None:
         _write(out, contents, changes)
 
 
-def read_runs(out: Path) -> dict[str, Results]:
+def read_runs(out: Path) -> dict[str, JsonDict]:
     """Name -> results of all runs, with their scores if they were kept; empty without a file.
 
     Raises StateError if it is damaged.
@@ -138,7 +138,7 @@ def read_runs(out: Path) -> dict[str, Results]:
     return runs
 
 
-def read_study(out: Path) -> dict[str, list[Results]]:
+def read_study(out: Path) -> dict[str, list[JsonDict]]:
     """Row -> its runs, of a grid the selected row; rows that study.json does not name are last.
 
     Raises StateError if there is no run, or the file is damaged.
@@ -164,7 +164,7 @@ def study_tables(out: Path, metrics: Sequence[str] = ()) -> StudyTables:
     return StudyTables(read_study(out), metrics, further)
 
 
-def _all_groups(out: Path) -> dict[str, list[Results]]:
+def _all_groups(out: Path) -> dict[str, list[JsonDict]]:
     groups = defaultdict(list)
     for run in read_runs(out).values():
         groups[_label(run)].append(run)
@@ -176,7 +176,7 @@ def _all_groups(out: Path) -> dict[str, list[Results]]:
     return groups
 
 
-def _label(run: Run) -> str:
+def _label(run: Results) -> str:
     return run["configuration"]["settings"].get("label", run["method"])
 
 
@@ -226,7 +226,7 @@ class _Job:
     def name(self) -> str:
         return run_name(self.candidate.label, self.draw.seed, self.draw.outside)
 
-    def __call__(self) -> Results:
+    def __call__(self) -> JsonDict:
         """The results in JSON types: another process can send them. Any error fails this run."""
         torch.set_num_threads(1)
         versions = self.versions  # before the code can change
@@ -243,11 +243,11 @@ class _Job:
     def versions(self) -> dict[str, str]:
         return self.candidate.versions(self.draw.setting.task)
 
-    def failed(self, error: Exception) -> Results:
+    def failed(self, error: Exception) -> JsonDict:
         """The results of the run that ended with an error."""
         return self._labelled(self.candidate.failed(self.draw, error))
 
-    def ended(self, results: Results, left: float) -> str:
+    def ended(self, results: JsonDict, left: float) -> str:
         """A line about a run that ended; `left`: seconds until all end."""
         line = f"{self.name}: {results['status']}, {results['seconds']['total']:.0f} s"
         if left:
@@ -256,7 +256,7 @@ class _Job:
             line += f"; {results['reason']} (tracebacks: {self.errors})"
         return line
 
-    def _labelled(self, results: Results) -> Results:
+    def _labelled(self, results: JsonDict) -> JsonDict:
         results["configuration"]["settings"] |= {
             "label": self.candidate.label,
             "resplit": self.draw.seed,
@@ -277,7 +277,7 @@ def run_study(
     processes: int = 1,
     cluster: str | None = None,
     say: Say = lambda line: None,
-) -> dict[str, list[Results]]:
+) -> dict[str, list[JsonDict]]:
     """Run what has not completed yet, and write study.zip, and table.md and study.html of all rows
     in the folder. A run that fails does not stop the others.
 
@@ -406,7 +406,7 @@ def _missing(
 
 
 def _other_jobs(
-    out: Path, earlier: Mapping[str, Run], cells: Mapping[str, Candidate], setting: Setting
+    out: Path, earlier: Mapping[str, Results], cells: Mapping[str, Candidate], setting: Setting
 ) -> dict[str, _Job]:
     """Name -> job of every earlier run of these rows."""
     jobs = {}
@@ -419,7 +419,7 @@ def _other_jobs(
     return jobs
 
 
-def _other_code(job: _Job, run: Run) -> dict[str, str]:
+def _other_code(job: _Job, run: Results) -> dict[str, str]:
     """Version or code -> how that of a kept run differs from that here; empty for a run of an
     earlier version of medflare, which does not record code.
     """
@@ -433,13 +433,13 @@ def _other_code(job: _Job, run: Run) -> dict[str, str]:
     return differences
 
 
-def _is_complete(run: Run, setting: Setting) -> bool:
+def _is_complete(run: Results, setting: Setting) -> bool:
     """Runs without the matrix that the setting asks for are repeated."""
     has_matrix = CROSS_SITE in run or run["method"] == CONSTANT
     return run["status"] == COMPLETED and (has_matrix or not setting.cross_site)
 
 
-def _check_same(out: Path, job: _Job, run: Run) -> None:
+def _check_same(out: Path, job: _Job, run: Results) -> None:
     """Raise StateError if a kept run had other settings; a setting that it does not record is not
     compared.
     """
@@ -491,7 +491,7 @@ def _datalists(setting: Setting) -> dict[str, str]:
 
 def _finished(
     jobs: Sequence[_Job], processes: int, executor: Any = None
-) -> Iterator[tuple[_Job, Results]]:
+) -> Iterator[tuple[_Job, JsonDict]]:
     """Every job with its results, in the order in which they end."""
     for job, result in _ended(jobs, processes, executor):
         try:
@@ -503,7 +503,7 @@ def _finished(
 
 def _ended(
     jobs: Sequence[_Job], processes: int, executor: Any
-) -> Iterator[tuple[_Job, Callable[[], Results]]]:
+) -> Iterator[tuple[_Job, Callable[[], JsonDict]]]:
     if executor is not None:
         yield from clusters.finished_jobs(executor, jobs)
         return

@@ -45,7 +45,7 @@ from medflare.studies.statistics import (
     FEWEST_OF_CLASS,
     Comparison,
     Groups,
-    Run,
+    Results,
     all_runs,
     all_sites,
     common_classes,
@@ -218,7 +218,7 @@ class Row:
     label: str
     models: tuple[str, ...]
     values: pd.DataFrame
-    runs: Sequence[Run]
+    runs: Sequence[Results]
 
     @property
     def is_attainable(self) -> bool:
@@ -249,7 +249,7 @@ class StudyTables:
         self.metric: str = task_of(groups)["metric"]
         self.further = further or {}
         constants = _constants(groups, self.metric)
-        self.groups: dict[str, list[Run]] = {}
+        self.groups: dict[str, list[Results]] = {}
         for label, of_row in groups.items():
             self.groups[label] = []
             for run in of_row:
@@ -772,7 +772,7 @@ def task_of(groups: Groups) -> Json:
     raise StateError("no run of this study has a task; see the reason in each results.json")
 
 
-def selection(run: Run) -> str:
+def selection(run: Results) -> str:
     """How the deployed round was selected: "last", or "best dice" (on validation images) and how
     the sites' values were joined, or that each site selected alone.
     """
@@ -795,7 +795,7 @@ def selection(run: Run) -> str:
     return best + joined[rule]
 
 
-def _voters(run: Run) -> set[str] | None:
+def _voters(run: Results) -> set[str] | None:
     """The sites whose values selected a round at the server; None for a run that did not record it:
     it failed, or is of an older version.
     """
@@ -814,7 +814,7 @@ def _constants(groups: Groups, metric: str) -> _Constants:
     return constants
 
 
-def _with_constant(run: Run, constants: _Constants) -> Run:
+def _with_constant(run: Results, constants: _Constants) -> Results:
     """The run with the constant answer of every site, which runs of older versions lack."""
     if run["method"] == CONSTANT:
         return run
@@ -824,7 +824,7 @@ def _with_constant(run: Run, constants: _Constants) -> Run:
     return {**run, "sites": sites}
 
 
-def with_oracle(run: Run, metric: str) -> Run:
+def with_oracle(run: Results, metric: str) -> Results:
     """The run with one more model: at every site the one of global and personal model with the
     better test metric.
 
@@ -844,7 +844,7 @@ def _has_personal_model(site: Json) -> bool:
     return personal not in (site["metrics"]["global"], dict.fromkeys(personal))
 
 
-def _with_best(run: Run, site: str, name: str, values: Mapping[str, float]) -> Run:
+def _with_best(run: Results, site: str, name: str, values: Mapping[str, float]) -> Results:
     """The run with a further name for the model of the largest value at a site."""
     model = max(values, key=values.__getitem__)
     content = run["sites"][site]
@@ -856,7 +856,7 @@ def _with_best(run: Run, site: str, name: str, values: Mapping[str, float]) -> R
     return {**run, "sites": sites, SCORES: scores}
 
 
-def with_best_expert(run: Run, metric: str) -> Run:
+def with_best_expert(run: Results, metric: str) -> Results:
     """The run with two more rows at outside sites that got several experts: the best by test
     images, and how far best and worst differ.
 
@@ -875,7 +875,7 @@ def with_best_expert(run: Run, metric: str) -> Run:
     return run
 
 
-def _selector_shares(run: Run, table: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
+def _selector_shares(run: Results, table: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
     """Site -> the share of its test images that the selector recognised; `_PERSONAL` -> the share
     of all that a personal model predicted. Without images, nothing.
 
@@ -893,7 +893,7 @@ def _selector_shares(run: Run, table: Mapping[str, Mapping[str, int]]) -> dict[s
     return shares
 
 
-def curve_of(runs: Sequence[Run], model: str) -> dict[int, float]:
+def curve_of(runs: Sequence[Results], model: str) -> dict[int, float]:
     """Rounds of training -> validation metric, mean over sites (`mean_curve`) and runs, where all
     runs have one.
 
@@ -1016,7 +1016,7 @@ def _other_code(groups: Groups) -> list[str]:
     return lines
 
 
-def _unequal_settings(runs: Iterable[Run]) -> list[str]:
+def _unequal_settings(runs: Iterable[Results]) -> list[str]:
     """The settings of the task with several values; every seed has its own split."""
     values = defaultdict(set)
     for run in runs:
