@@ -27,9 +27,9 @@ def _split(task: TaskConfig = TASK, foreground: bool = True) -> Split:
 
 
 def _samples(
-    image_mode: WholeImages, data: Split, rows: Tensor, random: np.random.RandomState
+    cutter: WholeImages, data: Split, rows: Tensor, random: np.random.RandomState
 ) -> Samples:
-    return image_mode.samples(image_mode.read(data, rows), random)
+    return cutter.samples(cutter.read(data, rows), random)
 
 
 def test_patches_are_of_the_tasks_size_and_hold_foreground_half_of_the_time() -> None:

@@ -46,7 +46,7 @@ def samples_of_pass(site: Site) -> int:
     """Samples in one pass over the training images, each of which may give several patches; a
     single one fills a batch twice, see `batches.in_random_order`.
     """
-    count = site.n["train"] * site.image_mode.per_image
+    count = site.n["train"] * site.cutter.per_image
     if count == 1 and site.batch_size > 1:
         return 2
     return count

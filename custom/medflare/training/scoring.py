@@ -51,7 +51,7 @@ def predict_split(
     predictor: Predictor,
     data: Split,
     batch_of: Callable[[Tensor, Tensor, Tensor], Batch],
-    mode: WholeImages,
+    cutter: WholeImages,
     task: TaskConfig,
     batch: int,
 ) -> Iterator[BatchPrediction]:
@@ -72,7 +72,7 @@ def predict_split(
             yield probabilities.float().cpu(), targets.cpu(), rows
         return
     whole = windowed(predictor, task, batch)
-    for rows, samples in mode.whole(data, batch):
+    for rows, samples in cutter.whole(data, batch):
         images, targets, _ = batch_of(rows, *samples)
         with torch.no_grad(), evaluating(predictor):
             probabilities = whole(images).float().cpu()

@@ -57,7 +57,7 @@ class Site:
         computing: device, precision and memory format of networks and batches.
         batch_limit: most images that go through a network at once here; None for no limit.
         annotation: the structures that losses and metrics are about.
-        image_mode: how images come to the network's size.
+        cutter: cuts patches from images, or leaves them whole (`TaskConfig.image_mode`).
         minimum_patients: of the site's settings: its report shows no results of a smaller group.
         notes: remarks about the data, one line each (absent classes, images left out).
     """
@@ -84,7 +84,7 @@ class Site:
         self.minimum_patients = 0
         self.passes: Counter[str] = Counter()  # over the images of a split
         self.notes = list(data.notes)
-        self.image_mode = Patches(task) if task.image_mode == "patch" else WholeImages()
+        self.cutter = Patches(task) if task.image_mode == "patch" else WholeImages()
         self.annotation = Annotation(task, data.annotated)
         # Each split as it was opened, and as batches are taken from it.
         self._resident: list[tuple[Split, Split]] = []
@@ -162,7 +162,7 @@ class Site:
         """
         data = self._split(split)
         random = numpy_random_state(self.seed, self.name, *keys, "augment")
-        count = len(data) * self.image_mode.per_image
+        count = len(data) * self.cutter.per_image
         weights = self._sampling_weights.get(split)
         check_drawn(self.task, weights)
         orders = in_random_order(
@@ -170,8 +170,8 @@ class Site:
         )
         what = f"site {self.name}, batches of {split} images in this epoch"
         rows = (order % len(data) for order in counted(orders, len(orders), what))
-        for index, images in read_ahead(data, rows, partial(self.image_mode.read, data)):
-            batch = self._batch(index, *self.image_mode.samples(images, random))
+        for index, images in read_ahead(data, rows, partial(self.cutter.read, data)):
+            batch = self._batch(index, *self.cutter.samples(images, random))
             yield self.augmented(batch, random)
 
     def ordered(self, split: str, batch_size: int | None = None) -> Iterator[Batch]:
@@ -180,15 +180,15 @@ class Site:
         """
         data = self._split(split)
         size = self._limited(batch_size or self.task.batch_size)
-        for index, samples in self.image_mode.in_order(data, size):
+        for index, samples in self.cutter.in_order(data, size):
             yield self._batch(index, *samples)
 
     def take(self, split: str, index: Tensor, random: np.random.RandomState) -> Batch:
         """The images of the rows `index`, long (B,), on the site's device; with `image_mode`
         "patch", a patch of each from `random`.
         """
-        images = self.image_mode.read(self._split(split), index)
-        return self._batch(index, *self.image_mode.samples(images, random))
+        images = self.cutter.read(self._split(split), index)
+        return self._batch(index, *self.cutter.samples(images, random))
 
     def augmented(self, batch: Batch, random: np.random.RandomState) -> Batch:
         """A batch of at least one image after the task's random transforms, with random numbers
@@ -227,7 +227,7 @@ class Site:
         """
         data = self._split(split)
         predictions = predict_split(
-            predictor, data, self._batch, self.image_mode, self.task, self.scoring_batch
+            predictor, data, self._batch, self.cutter, self.task, self.scoring_batch
         )
         return counted(
             predictions,
