@@ -144,6 +144,14 @@ class TestTraining:
             assert reply.meta["loss"] is None
             assert reply.meta["privacy"]["steps"] == 2 * (round + 1)
 
+    def test_a_hook_that_changes_gradients_is_refused(self, task: TaskConfig) -> None:
+        class Hooked(FedAvgSite):
+            def round_hook(self, *arguments: Any) -> Any:
+                return lambda: None
+
+        with pytest.raises(ConfigError, match="gradient hook"):
+            squares.trained(Hooked, task=task, **PRIVATE)
+
     def test_the_server_cannot_reproduce_the_noise(self, task: TaskConfig) -> None:
         """Everything that the server knows is the same, and still it cannot tell what the noise was."""
         first, second = (squares.trained(FedAvgSite, task=task, **PRIVATE)[0] for _ in range(2))

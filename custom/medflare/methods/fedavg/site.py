@@ -218,14 +218,24 @@ class FedAvgSite(SiteAlgorithm[F]):
         Returns:
             The mean training loss over all images; None if it is not reported.
         """
-        return self.descend(model, optimizer, round, self.round_loss(model, round))
+        loss = self.round_loss(model, round)
+        return self.descend(model, optimizer, round, loss, self.round_hook(model, round))
 
     def round_loss(self, model: FeatureNetwork, round: int) -> Loss | None:
         """The loss of a round's batches, see `descend`; arguments as of `fit`."""
         return None
 
+    def round_hook(self, model: FeatureNetwork, round: int) -> Hook | None:
+        """Changes a round's gradients in place, see `descend`; arguments as of `fit`."""
+        return None
+
     def descend(
-        self, model: nn.Module, optimizer: Optimizer, round: int, loss: Loss | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        round: int,
+        loss: Loss | None = None,
+        gradient_hook: Hook | None = None,
     ) -> float | None:
         """Epochs of the task's loss, or of another one that is a mean over images.
 
@@ -237,14 +247,19 @@ class FedAvgSite(SiteAlgorithm[F]):
             round: 0-based, a key of batches and dropout.
             loss: (model, images, targets) -> mean loss of the images; None: the task's loss of the
                 model's output.
+            gradient_hook: see `train_epochs`; refused with DP-SGD.
 
         Returns:
             The mean loss over all images; None with DP-SGD.
         """
-        if is_private(self.hyper):
-            train_privately(model, optimizer, self.site, self.account, self.hyper, loss)
-            return None
-        return train_epochs(model, optimizer, self.site, round, "model", loss=loss)
+        if not is_private(self.hyper):
+            return train_epochs(
+                model, optimizer, self.site, round, "model", loss=loss, gradient_hook=gradient_hook
+            )
+        if gradient_hook is not None:
+            raise ConfigError("dp_noise: DP-SGD does not call this method's gradient hook")
+        train_privately(model, optimizer, self.site, self.account, self.hyper, loss)
+        return None
 
     def privacy(self) -> dict[str, Any] | None:
         """The privacy cost of this run so far; None without DP-SGD."""

@@ -14,8 +14,6 @@ The first round's training is FedProx's with μ = α. α = 0 is refused: c moves
 earlier changes whatever α is, so that it would not be FedAvg, and would diverge.
 """
 
-from torch.optim import Optimizer
-
 from medflare.core.states import difference, moved
 from medflare.methods import (
     MEASURED,
@@ -30,9 +28,9 @@ from medflare.methods import (
     phase,
     proximal_term,
     strict_dataclass,
-    train_epochs,
 )
 from medflare.methods.families.local_terms.scaffold import COUNTED, CountedServer, CountedSite
+from medflare.training.graph import Hook
 
 
 @strict_dataclass
@@ -65,15 +63,14 @@ class FedDynSite(CountedSite[FedDynHyper]):
         self.remember_update(round, difference(trained, incoming[MODEL]))
         return reply
 
-    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
-        """Epochs of the task's loss with the regularizer's gradient; returns the mean task loss.
+    def round_hook(self, model: FeatureNetwork, round: int) -> Hook:
+        """Adds the regularizer's gradient; the loss that is reported is the task's.
 
         -h_k + α (w - w_g) is α (w - anchor) with the anchor w_g + h_k/α = w_g - c_k.
         """
         control = self.site.computing.moved_state(self.control)
         anchor = shifted(model.state_dict(), control, -1.0)
-        hook = proximal_term(model, anchor, self.hyper.alpha)
-        return train_epochs(model, optimizer, self.site, round, "model", gradient_hook=hook)
+        return proximal_term(model, anchor, self.hyper.alpha)
 
 
 class FedDynServer(CountedServer):

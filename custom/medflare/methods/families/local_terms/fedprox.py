@@ -7,8 +7,6 @@ The paper is "Federated Optimization in Heterogeneous Networks".
 Every local step follows the gradient of h_k: that of the task plus μ (w - w_g). μ = 0 is FedAvg.
 """
 
-from torch.optim import Optimizer
-
 from medflare.methods import (
     FeatureNetwork,
     FedAvgSite,
@@ -16,8 +14,8 @@ from medflare.methods import (
     param,
     proximal_term,
     strict_dataclass,
-    train_epochs,
 )
+from medflare.training.graph import Hook
 
 
 @strict_dataclass
@@ -36,13 +34,6 @@ class FedProxHyper(FedAvgSiteHyper):
 class FedProxSite(FedAvgSite[FedProxHyper]):
     """FedAvg's site algorithm with a proximal term to the round's global model."""
 
-    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
-        """Epochs of the task's loss with μ (w - w_g) added to its gradients.
-
-        Returns:
-            The mean task loss.
-        """
-        gradient_hook = proximal_term(model, model.state_dict(), self.hyper.mu)
-        return train_epochs(
-            model, optimizer, self.site, round, "model", gradient_hook=gradient_hook
-        )
+    def round_hook(self, model: FeatureNetwork, round: int) -> Hook:
+        """Adds μ (w - w_g) to the gradients; the loss that is reported is the task's."""
+        return proximal_term(model, model.state_dict(), self.hyper.mu)
