@@ -3,6 +3,7 @@ the optimizer's memory.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,14 +63,12 @@ def run_epochs(
         round: 0-based; with `purpose` (names the model that is trained) the keys of `epochs`.
         step: trains on a batch and returns its losses by name.
     """
-    losses: dict[str, list[Tensor]] = {}
-    sizes = []
+    means: dict[str, MeanLoss] = defaultdict(MeanLoss)
     for batches in epochs(site, round, purpose):
         for batch in batches:
             for name, loss in step(batch).items():
-                losses.setdefault(name, []).append(loss.detach())
-            sizes.append(len(batch.images))
-    return {name: weighted_sum(values, sizes) / sum(sizes) for name, values in losses.items()}
+                means[name].add(loss, len(batch.images))
+    return {name: mean.value() for name, mean in means.items()}
 
 
 def weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> float:
@@ -89,6 +88,25 @@ def weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> float:
     for value, weight in zip(values, weights, strict=True):
         total += value * weight
     return total
+
+
+class MeanLoss:
+    """The mean over images of the losses of batches."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+        self._images: list[int] = []
+
+    def add(self, loss: Tensor, images: int) -> None:
+        """Note a batch's mean loss, a scalar."""
+        self._losses.append(loss.detach())
+        self._images.append(images)
+
+    def value(self) -> float:
+        """The mean, NaN without a batch."""
+        if not self._images:
+            return math.nan
+        return weighted_sum(self._losses, self._images) / sum(self._images)
 
 
 def train_epochs(
@@ -117,8 +135,7 @@ def train_epochs(
     passes = site.task.local_epochs if count is None else count
     full_batches = passes * (samples_of_pass(site) // site.batch_size)
     replay = StepReplay(model, optimizer, site, gradient_hook, full_batches)
-    losses = []
-    sizes = []
+    mean = MeanLoss()
     for batches in epochs(site, round, purpose, count=count):
         for images, targets, _ in batches:
             # Python may change another loss from step to step.
@@ -129,11 +146,10 @@ def train_epochs(
                 else:
                     value = loss(model, images, targets)
                 steps.backward(value, len(images))  # after `TaskConfig.accumulate` batches a step
-            losses.append(value.detach())
-            sizes.append(len(images))
+            mean.add(value, len(images))
         steps.finish()
     replay.finish()
-    return weighted_sum(losses, sizes) / sum(sizes) if sizes else math.nan
+    return mean.value()
 
 
 def named_trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -33,7 +33,7 @@ from medflare.methods.parts.class_groups import (
 )
 from medflare.methods.prr import formulas
 from medflare.methods.prr.hyper import PRRSiteHyper
-from medflare.training.epochs import weighted_sum
+from medflare.training.epochs import MeanLoss
 
 # -- prototypes and loss --------------------------------------------------------------------------
 
@@ -211,8 +211,7 @@ class Transfer:
         rate = optimizers[0].param_groups[0]["lr"]
         count = self.site.task.local_epochs
         steps = [Steps(optimizer, self.site) for optimizer in optimizers]
-        losses_of_personal = []
-        sizes = []
+        loss_of_personal = MeanLoss()
         for epoch, batches in enumerate(epochs(self.site, round, "model")):
             halved = formulas.halvings(self.hyper.halve_every, round, epoch, count)
             for optimizer in optimizers:
@@ -222,19 +221,18 @@ class Transfer:
             for model in models:
                 model.train()
             for batch in batches:
-                images = batch.images
+                images = len(batch.images)
                 losses = self._losses(batch, collected)
                 for stepping, loss in zip(steps, losses, strict=True):
-                    stepping.backward(loss, len(images))
-                losses_of_personal.append(losses[0].detach())
-                sizes.append(len(images))
+                    stepping.backward(loss, images)
+                loss_of_personal.add(losses[0], images)
             for stepping in steps:
                 stepping.finish()
             if collected is not None:
                 self.prototypes = copy_state(collected.state())
                 if collected.patients is not None:
                     self.few.append(collected.patients.few(self.minimum_patients))
-        return weighted_sum(losses_of_personal, sizes) / sum(sizes)
+        return loss_of_personal.value()
 
     def _begin_epoch(self, validation: dict[str, float | None]) -> SitePrototypes | None:
         """Sets the stage and the class weights.

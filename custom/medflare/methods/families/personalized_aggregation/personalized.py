@@ -25,7 +25,7 @@ from medflare.methods import (
     phase,
 )
 from medflare.methods.fedavg.site import F
-from medflare.training.epochs import weighted_sum
+from medflare.training.epochs import MeanLoss
 
 G = TypeVar("G", bound=ServerHyper)
 TRAINED = TensorSpec("model", "the site's trained model, to be combined with those of other sites")
@@ -76,13 +76,11 @@ class PersonalizedSite(PersonalSite[F]):
         The mean over the images; infinity without images, or if it is not finite.
         """
         model = self.frozen(state)
-        losses = []
-        sizes = []
+        mean = MeanLoss()
         with torch.no_grad():
             for batch in self.site.ordered(split, self.site.scoring_batch):
-                losses.append(self.site.loss(model(batch.images), batch.targets))
-                sizes.append(len(batch.images))
-        loss = weighted_sum(losses, sizes) / sum(sizes) if sizes else math.inf
+                mean.add(self.site.loss(model(batch.images), batch.targets), len(batch.images))
+        loss = mean.value()
         return loss if math.isfinite(loss) else math.inf
 
 

@@ -22,7 +22,7 @@ from medflare.methods import (
     trainable,
 )
 from medflare.methods.fedavg.site import F, delivered
-from medflare.training.epochs import weighted_sum
+from medflare.training.epochs import MeanLoss
 
 
 class SecondModelSite(PersonalSite[F]):
@@ -94,18 +94,16 @@ class SecondModelSite(PersonalSite[F]):
 
         def descend(of_second: Optimizer) -> float:
             steps = [Steps(of_second, self.site), Steps(optimizer, self.site)]
-            values = []
-            sizes = []
+            mean = MeanLoss()
             for batches in epochs(self.site, round, "model"):
                 for images, targets, _ in batches:
                     both = losses(images, targets)
                     for step, loss in zip(steps, both, strict=True):
                         step.backward(loss, len(images))
-                    values.append(both[1].detach())
-                    sizes.append(len(images))
+                    mean.add(both[1], len(images))
                 for step in steps:
                     step.finish()
-            return weighted_sum(values, sizes) / sum(sizes)
+            return mean.value()
 
         return self.optimized(second, "personal", descend)
 
