@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,7 +79,7 @@ class MedflareExecutor(Executor):
     def __post_init__(self) -> None:
         super().__init__()
         self._spec: ParticipantSpec | None = None
-        self._authorized: ParticipantSpec | None = None
+        self._trusted: Sequence[str] | None = None  # `ParticipantSpec.trusted`, once authorized
         self._participant: Participant | None = None
         self._abort_signal = Signal()
         self._heartbeat = Heartbeat()
@@ -126,9 +127,7 @@ class MedflareExecutor(Executor):
         self._abort_signal = abort_signal
         round = shareable.get_header(AppConstants.CURRENT_ROUND, 0)
         try:
-            if self._spec is None:
-                self._spec = self._make_spec(fl_ctx)
-            task = ResultContext(task_name, round, self._spec)
+            task = ResultContext(task_name, round, self._spec_of(fl_ctx))
             fl_ctx.set_prop(RESULT_CONTEXT, task, private=True, sticky=False)
             return self._reply(task_name, round, shareable, fl_ctx)
         except Aborted:
@@ -141,26 +140,28 @@ class MedflareExecutor(Executor):
         return error_reply(reason)
 
     def _reply(self, phase: str, round: int, incoming: Shareable, fl_ctx: FLContext) -> Shareable:
-        if self._authorized is None:  # before anything of another distribution is imported
+        spec = self._spec_of(fl_ctx)
+        if self._trusted is None:  # before anything of another distribution is imported
             refuse_result_filters(fl_ctx)
-            spec = self._spec or self._make_spec(fl_ctx)
             methods = (spec.method, spec.server_algorithm or spec.method)
-            trusted = authorize(methods, task_content(spec.task_file), fl_ctx)
-            self._authorized = replace(spec, trusted=trusted)
+            self._trusted = authorize(methods, task_content(spec.task_file), fl_ctx)
+        spec = replace(spec, trusted=self._trusted)
         if self._host.started():
-            return self._host.reply(self._authorized, phase, round, incoming, self._aborted)
+            return self._host.reply(spec, phase, round, incoming, self._aborted)
         if self._participant is None:
-            self._participant = self._authorized.participant(self._aborted)
+            self._participant = spec.participant(self._aborted)
         return to_shareable(self._participant.answer(phase, round, to_message(incoming)))
 
-    def _make_spec(self, fl_ctx: FLContext) -> ParticipantSpec:
+    def _spec_of(self, fl_ctx: FLContext) -> ParticipantSpec:
+        if self._spec is not None:
+            return self._spec
         workspace = fl_ctx.get_workspace()
         job = fl_ctx.get_job_id()
         resumed = None
         if self.resume:
             interrupted = Path(workspace.get_run_dir(checked_job_id(self.resume)))
             resumed = find_private_folder(interrupted)
-        return ParticipantSpec(
+        self._spec = ParticipantSpec(
             name=fl_ctx.get_identity_name(),
             method=self.method_name,
             server_algorithm=self.server_algorithm,
@@ -171,6 +172,7 @@ class MedflareExecutor(Executor):
             hyper=self.hyper or {},
             resumed=resumed,
         )
+        return self._spec
 
     def _store_traceback(self) -> None:
         """Append the current error to a file of the site; FLARE's own log may leave the site."""
