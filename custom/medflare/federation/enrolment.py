@@ -83,7 +83,7 @@ class Enrolment:
             FederationFailed: a site reports that it cannot take part, or fewer than `needed` inside
                 sites enrolled.
         """
-        self.admit(0)
+        self.invite(0)
         failed = {}
         problems = {}
         for site, reply in self._problems.items():
@@ -110,7 +110,7 @@ class Enrolment:
         """The enrolled inside sites that are present for a step, sorted; new sites enroll first."""
         before = set(self.enrolled)
         events = self.context.events
-        self.admit(step.round)
+        self.invite(step.round)
         joined = sorted(self.enrolled.keys() - before)
         for site in joined:
             events.add("joined", f"joined in round {step.round + 1}", site, step.round)
@@ -123,7 +123,7 @@ class Enrolment:
                 events.add("missing", f"not there for {name}", site, step.round)
         return [site for site in self.inside if site in present]
 
-    def admit(self, round: int) -> None:
+    def invite(self, round: int) -> None:
         """Invite the present sites that are not enrolled.
 
         A site whose reply was rejected is not invited again.

@@ -254,9 +254,9 @@ class Federation:
         failed = set[str]()
         for attempt in range(_REPEATS + 1):
             members = enrolment.members(step)
-            participants = self._sites_to_ask(step, members, attempt, failed)
+            asked = self._sites_to_ask(step, members, attempt, failed)
             outgoing = {}
-            for site in participants:
+            for site in asked:
                 with self._of_server(step):
                     request = self.server.configure(step, site)
                 outgoing[site] = with_step_number(request, index, self._context.rounds)
@@ -267,7 +267,7 @@ class Federation:
             name = step_name(step.phase, step.round, self._context.rounds)
             reason = f"{usable} usable replies to {name}, {self._needed} are needed"
             problems = "no site is present"
-            if participants:
+            if asked:
                 absent = [site for site in enrolment.inside if site not in members]
                 problems = join_problems(dict.fromkeys(absent, "not there") | validated.rejected)
             if attempt == _REPEATS:
@@ -327,7 +327,7 @@ class Federation:
         It evaluates them on its test images.
         """
         step = Step(FINALIZE, self._context.rounds)
-        enrolment.admit(step.round)
+        enrolment.invite(step.round)
         shared = {}
         problems = {}
         for site, reply in self._transport.ask(step, self._final_requests(index, step)).items():
