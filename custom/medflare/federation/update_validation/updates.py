@@ -115,6 +115,11 @@ def validate_replies(
     phase = context.phases.get(step.phase) or Phase(step.phase)
     manifest = phase.manifest(context.plan)
     enrolled = {site: meta[COUNTS.name] for site, meta in context.site_counts.items()}
+    images = {}
+    for site, counts in enrolled.items():
+        images[site] = counts.get("train", 0) * context.counted.get(site, 1)
+
+    # 1. Refuse what is not as declared.
     accepted = {}
     rejected = {}
     for site in sorted(replies):
@@ -123,17 +128,17 @@ def validate_replies(
             accepted[site] = replies[site]
         else:
             rejected[site] = problem
-    images = {}
-    for site, counts in enrolled.items():
-        images[site] = counts.get("train", 0) * context.counted.get(site, 1)
     entries = sorted(next(iter(accepted.values())).states) if accepted else []
     updates = {entry: _updates(accepted, outgoing, entry, images) for entry in entries}
 
+    # 2. Refuse updates that are far too long.
     name = exchange_name(step)
     usual = {entry: drift.usual_length(name, entry) for entry in updates}
     too_long, doubted = _too_long(updates, usual)
     rejected |= too_long
     accepted = _without(accepted, rejected)
+
+    # 3. Refuse long drifts.
     network = StateSpec.like(context.plan.template(), "").tensors.items()
     compared = []  # entries with weights of the task's network
     sketches = {}
@@ -147,10 +152,13 @@ def validate_replies(
     drifted, drifting = drift.drifting(name, sketches, images)
     rejected |= drifted
     accepted = _without(accepted, rejected)
+
+    # 4. Clip long updates.
     updates = {entry: update.of(accepted) for entry, update in updates.items()}
     clipped = _clip(updates, accepted, outgoing)
-    against = _against_the_others({entry: updates[entry] for entry in compared})
 
+    # 5. Doubt updates, or refuse them if the rules are strict.
+    against = _against_the_others({entry: updates[entry] for entry in compared})
     suspicious: Reasons = {}
     for reasons in (doubted, clipped, against, drifting):
         for site, reason in _without(reasons, rejected).items():
@@ -160,6 +168,7 @@ def validate_replies(
         rejected |= suspicious
         suspicious = {}
         accepted = _without(accepted, rejected)
+
     for entry, update in updates.items():
         if accepted and not update.replaces:
             drift.note_lengths(name, entry, update.of(accepted).lengths)
