@@ -17,7 +17,6 @@ from medflare.evaluation.report import SiteReport, render_site_report
 from medflare.federation.local.loop import run_local
 from medflare.tasks.classes import Cases
 from medflare.tasks.summaries import summarize
-from medflare.training.opening import open_site
 
 NAN = math.nan
 
@@ -135,8 +134,6 @@ def test_groups_are_on_the_page_of_the_site_and_nowhere_else(
             entry.update({"sex": sex, "age": 47, "scanner": "Aera-1.5T"})
 
     edit(folder, add)
-    site = open_site("A", small_task(), data_root=tmp_path, local={"minimum_patients": 7})
-    assert site.minimum_patients == 7
     out = tmp_path / "run"
     run_local("fedavg", small_task(), ["A"], rounds=1, seed=0, data_root=tmp_path, out=out)
     page = Page((out / "sites" / "A" / "report.html").read_text())

@@ -144,7 +144,7 @@ class SiteFolder(ArtifactStore):
             reply.get(CONSTANT),
             of_training,
             groups=site.data.test_groups,
-            minimum_patients=site.minimum_patients,
+            minimum_patients=algorithm.minimum_patients,
         )
         write_atomically(self.folder / REPORT_FILE, render_site_report(report).encode())
 

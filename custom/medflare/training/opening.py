@@ -72,7 +72,6 @@ def open_site(
         chosen, task.precision, settings.channels_last, settings.compile, settings.cuda_graph
     )
     site.batch_limit = settings.batch_size
-    site.minimum_patients = settings.minimum_patients
     site.source = lambda other: open_source(
         name, other, root, settings.data_folders, settings.bounds
     )

@@ -58,7 +58,6 @@ class Site:
         batch_limit: most images that go through a network at once here; None for no limit.
         annotation: the structures that losses and metrics are about.
         cutter: cuts patches from images, or leaves them whole (`TaskConfig.image_mode`).
-        minimum_patients: of the site's settings: its report shows no results of a smaller group.
         notes: remarks about the data, one line each (absent classes, images left out).
     """
 
@@ -81,7 +80,6 @@ class Site:
         self.start: StateDict | None = None
         self.source: Callable[[TaskConfig], Source] | None = None
         self.batch_limit: int | None = None
-        self.minimum_patients = 0
         self.passes: Counter[str] = Counter()  # over the images of a split
         self.notes = list(data.notes)
         self.cutter = Patches(task) if task.image_mode == "patch" else WholeImages()
