@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 from medflare.core.errors import ConfigError, one_line
-from medflare.core.extensions import VARIABLE as VARIABLE
 from medflare.core.extensions import Extensions, check_callable, require_trust
 from medflare.core.extensions import trust as trust
 
