@@ -29,7 +29,7 @@ from medflare.flare.task_exchange import TaskExchange, read_reply
 from medflare.methods.base import Step
 
 STEP = Step("train", 3)
-ENROLLMENT = Step("enrol", 0)
+ENROLMENT = Step("enrol", 0)
 LONG = 60.0  # seconds that nothing takes, also on a busy machine
 Behaviour = Callable[[Any], Shareable | None]
 
@@ -198,7 +198,7 @@ def test_a_step_is_closed_in_time() -> None:
 def test_a_site_that_is_late_for_enrollment_is_asked_again_when_it_asks_for_work() -> None:
     controller = FakeController(CS=answers(), DU=never_answers, FG=never_fetches)
     tasks = exchange(controller, enrol_timeout=0.3)
-    replies = tasks(ENROLLMENT, requests(controller))
+    replies = tasks(ENROLMENT, requests(controller))
     assert {site: reply.kind for site, reply in replies.items() if reply.message is None} == {
         "DU": "late",
         "FG": "late",
@@ -220,10 +220,10 @@ def test_the_run_waits_shortly_for_a_site_that_enrolls_later(
     )
     tasks = exchange(controller, enrol_timeout=LONG)
     outgoing = requests(controller)
-    assert tasks(ENROLLMENT, {"CS": outgoing.pop("CS")})["CS"].message is not None, (
+    assert tasks(ENROLMENT, {"CS": outgoing.pop("CS")})["CS"].message is not None, (
         "at the beginning there is time"
     )
-    assert {reply.kind for reply in tasks(ENROLLMENT, outgoing).values()} == {"late"}
+    assert {reply.kind for reply in tasks(ENROLMENT, outgoing).values()} == {"late"}
     assert tasks.present(1) == ["CS"]
 
 

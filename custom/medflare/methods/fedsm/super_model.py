@@ -55,7 +55,7 @@ class SuperModel(nn.Module):
 
     Attributes:
         chosen: how often each network has predicted since the module was built.
-        recognised: how often each of the selector's classes was the most probable one.
+        recognized: how often each of the selector's classes was the most probable one.
         answered: names of the networks that predicted the images of the last batch.
     """
 
@@ -76,7 +76,7 @@ class SuperModel(nn.Module):
         self.networks = nn.ModuleList(networks)
         self.selector = selector
         self.chosen: Counter[str] = Counter()
-        self.recognised: Counter[str] = Counter()
+        self.recognized: Counter[str] = Counter()
         self.answered: list[str] = []
 
     def scores(self, images: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class SuperModel(nn.Module):
         classes = self.names[-scores.shape[1] :]
         self.answered = [self.names[network] for network in choice.tolist()]
         self.chosen.update(self.answered)
-        self.recognised.update(classes[label] for label in scores.argmax(dim=1).tolist())
+        self.recognized.update(classes[label] for label in scores.argmax(dim=1).tolist())
 
     def every_answer(self, images: Tensor) -> Tensor:
         """Probabilities of all networks, (N, K + 1, ...)."""
@@ -163,11 +163,11 @@ class SuperModel(nn.Module):
         The latter, of all sites, are the confusion matrix.
         """
         report: dict[str, Any] = {name: self.chosen[name] for name in self.names}
-        recognised = {}
+        recognized = {}
         for name in self.names:
-            if name != "global" or self.recognised[name]:
-                recognised[name] = self.recognised[name]
-        report["selector"] = recognised
+            if name != "global" or self.recognized[name]:
+                recognized[name] = self.recognized[name]
+        report["selector"] = recognized
         return report
 
 
