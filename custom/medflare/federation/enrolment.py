@@ -86,10 +86,10 @@ class Enrolment:
         self.invite(0)
         failed = {}
         problems = {}
-        for site, reply in self._problems.items():
-            problems[site] = reply.problem
-            if reply.kind == "failed":
-                failed[site] = reply.problem
+        for site, answer in self._problems.items():
+            problems[site] = answer.problem
+            if answer.kind == "failed":
+                failed[site] = answer.problem
         if failed:
             raise FederationFailed(join_problems(failed))
         if len(self.inside) < needed:
@@ -130,20 +130,20 @@ class Enrolment:
         """
         context = self.context
         present = {*self.transport.exchange.present(round)}
-        rejected = {site for site, reply in self._problems.items() if reply.kind == "rejected"}
+        rejected = {site for site, answer in self._problems.items() if answer.kind == "rejected"}
         invited = present & {*context.sites, *context.outside} - self.enrolled.keys() - rejected
         invitations = {site: self._invitation(site) for site in sorted(invited)}
-        for site, reply in self.transport.ask(Step(ENROL, round), invitations).items():
-            if reply.message is not None:
-                problem = self._problem(site, reply.message)
+        for site, answer in self.transport.ask(Step(ENROL, round), invitations).items():
+            if answer.message is not None:
+                problem = self._problem(site, answer.message)
                 if not problem:
                     self._problems.pop(site, None)
-                    self._add_member(site, round, reply.message)
+                    self._add_member(site, round, answer.message)
                     continue
-                reply = Answer(None, problem, "rejected")
-            if self._problems.get(site) != reply:  # it is invited at every step
-                context.events.add(reply.kind, reply.problem, site, round)
-            self._problems[site] = reply
+                answer = Answer(None, problem, "rejected")
+            if self._problems.get(site) != answer:  # it is invited at every step
+                context.events.add(answer.kind, answer.problem, site, round)
+            self._problems[site] = answer
 
     def _role(self, site: str) -> str:
         return "outside" if site in self.context.outside else "inside"

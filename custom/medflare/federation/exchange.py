@@ -70,17 +70,17 @@ class Transport:
 
         Without a reply its kind is "missing".
         """
-        replies = self.exchange(step, outgoing) if outgoing else {}
+        answers = self.exchange(step, outgoing) if outgoing else {}
         missing = Answer(None, f"no answer to {step_name(step.phase, step.round)}", "missing")
         valid = {}
         for site in sorted(outgoing):
-            reply = _well_formed(replies.get(site, missing), site, step.phase)
+            answer = _well_formed(answers.get(site, missing), site, step.phase)
             cost = self.outcome.costs.setdefault(site, SiteCost())
             cost.down_bytes += outgoing[site].nbytes
-            if reply.message is not None:
-                cost.up_bytes += reply.message.nbytes
-            cost.seconds += reply.seconds
-            valid[site] = reply
+            if answer.message is not None:
+                cost.up_bytes += answer.message.nbytes
+            cost.seconds += answer.seconds
+            valid[site] = answer
         return valid
 
 
@@ -95,19 +95,19 @@ def with_step_number(message: Message, index: int, rounds: int) -> Message:
     return request
 
 
-def _well_formed(reply: Answer, site: str, phase: str) -> Answer:
-    """The reply, or its problem.
+def _well_formed(answer: Answer, site: str, phase: str) -> Answer:
+    """The answer, or its problem.
 
     `update_validation.updates` checks what the phases of a method declare.
     """
-    if reply.message is None:
-        return replace(reply, problem=reason_line(reply.problem))
-    problem = message_problem(reply.message, site)
+    if answer.message is None:
+        return replace(answer, problem=reason_line(answer.problem))
+    problem = message_problem(answer.message, site)
     if problem is None and phase in REPORTS_OF_ALL:
         allowed = {PERSONAL_MODEL.name} if phase == FINALIZE else set()
         problem = "unexpected tensors"
-        if reply.message.states.keys() <= allowed:
-            problem = declaration_problem(reply.message, *REPORTS_OF_ALL[phase])
+        if answer.message.states.keys() <= allowed:
+            problem = declaration_problem(answer.message, *REPORTS_OF_ALL[phase])
     if problem is None:
-        return reply
-    return Answer(None, reason_line(problem), "rejected", reply.seconds)
+        return answer
+    return Answer(None, reason_line(problem), "rejected", answer.seconds)

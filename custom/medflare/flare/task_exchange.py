@@ -46,20 +46,20 @@ _POLL = 0.1
 
 
 @dataclass
-class _PendingReply:
+class _SiteTask:
     """The task of one site in the current step. Times are on the monotonic clock."""
 
     task: Task
     sent: float
     fetched: float | None = None
     shareable: Shareable | None = None  # the reply, until it has been read
-    reply: Answer | None = None
+    answer: Answer | None = None
     seconds: float = 0.0  # from fetching the task to the reply
     reported: float = 0.0  # seconds of work when the site was last reported as slow
 
     @property
     def answered(self) -> bool:
-        return self.shareable is not None or self.reply is not None
+        return self.shareable is not None or self.answer is not None
 
 
 @dataclass(eq=False)
@@ -89,7 +89,7 @@ class TaskExchange:
         self._not_ready: set[str] = set()
         self._waiting: set[str] = set()  # sites with a request that waits for a task
         self._step: Step | None = None
-        self._tasks: dict[str, _PendingReply] = {}
+        self._tasks: dict[str, _SiteTask] = {}
         self._changed = threading.Condition()
         self._closed = False
 
@@ -202,14 +202,14 @@ class TaskExchange:
             return timeout
         return min(timeout or _NEWCOMER_TIMEOUT, _NEWCOMER_TIMEOUT)
 
-    def _send(self, step: Step, site: str, message: Message) -> _PendingReply:
+    def _send(self, step: Step, site: str, message: Message) -> _SiteTask:
         data = to_shareable(message)
         data.set_header(AppConstants.CURRENT_ROUND, step.round)
         task = Task(
             step.phase, data, after_task_sent_cb=self._on_fetched, result_received_cb=self._on_reply
         )
         self.controller.send(task, self.fl_ctx, targets=[site])
-        return _PendingReply(task, time.monotonic())
+        return _SiteTask(task, time.monotonic())
 
     def _on_fetched(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
         self.heard_from(client_task.client.name)
@@ -230,7 +230,7 @@ class TaskExchange:
                 site_task.seconds = time.monotonic() - (site_task.fetched or site_task.sent)
                 self._changed.notify_all()
 
-    def _current(self, client_task: ClientTask) -> _PendingReply | None:
+    def _current(self, client_task: ClientTask) -> _SiteTask | None:
         """The site's task, or None for a reply to an earlier step."""
         site_task = self._tasks.get(client_task.client.name)
         if site_task is None or site_task.task is not client_task.task:
@@ -259,7 +259,7 @@ class TaskExchange:
                 if self.abort_signal.triggered:
                     raise Aborted(self.stop_reason())
                 if timeout and time.monotonic() - started > timeout:
-                    missing |= _late_replies(step, pending, timeout)
+                    missing |= _late_answers(step, pending, timeout)
                     if step.phase == ENROL:
                         self._not_ready |= pending.keys()
                     return missing
@@ -277,7 +277,7 @@ class TaskExchange:
                     busy = time.monotonic()
                 self._changed.wait(_POLL)
 
-    def _gone(self, site: str, site_task: _PendingReply, busy: float) -> bool:
+    def _gone(self, site: str, site_task: _SiteTask, busy: float) -> bool:
         """Whether a site that has a task is lost; `busy` is when any site was last at work.
 
         A site that has not fetched its task may be waiting for its turn (FLARE's simulator with
@@ -317,30 +317,30 @@ def read_reply(shareable: Shareable) -> Answer:
         return Answer(problem=problem, kind="rejected")
 
 
-def _read(site_task: _PendingReply) -> Answer:
+def _read(site_task: _SiteTask) -> Answer:
     """The site's reply; it is read once."""
     if site_task.shareable is not None:
         shareable = site_task.shareable
         site_task.shareable = None
-        site_task.reply = replace(read_reply(shareable), seconds=site_task.seconds)
-    return site_task.reply or Answer(problem="no answer", kind="missing")
+        site_task.answer = replace(read_reply(shareable), seconds=site_task.seconds)
+    return site_task.answer or Answer(problem="no answer", kind="missing")
 
 
-def _late_replies(step: Step, pending: Mapping[str, _PendingReply], timeout: float) -> Answers:
-    """The replies that stand for those of the sites that a closed step did not wait for."""
-    replies = {}
+def _late_answers(step: Step, pending: Mapping[str, _SiteTask], timeout: float) -> Answers:
+    """The answers that stand for those of the sites that a closed step did not wait for."""
+    answers = {}
     for site, site_task in pending.items():
         state = "had not fetched its task" if site_task.fetched is None else "was still at work"
         problem = f"{_name(step)} was closed after {timeout:g} s; the site {state}"
-        replies[site] = Answer(problem=problem, kind="late")
-    return replies
+        answers[site] = Answer(problem=problem, kind="late")
+    return answers
 
 
 def _name(step: Step) -> str:
     return step_name(step.phase, step.round)
 
 
-def _slow_sites(step: Step, tasks: Mapping[str, _PendingReply]) -> list[str]:
+def _slow_sites(step: Step, tasks: Mapping[str, _SiteTask]) -> list[str]:
     """A line for each site that has worked far longer than the slowest of those that are done.
 
     The line comes again when the time has doubled.

@@ -66,7 +66,7 @@ class LocalExchange:
             StepFailed: the method's code has a bug.
         """
         started = time.monotonic()
-        reply = Answer()
+        answer = Answer()
         try:
             if site not in self.participants or self.forgetful:
                 self.participants[site] = self.open_participant(site)
@@ -74,13 +74,13 @@ class LocalExchange:
             name = step_name(step.phase, step.round, message.get(RUN_ROUNDS))
             with named_errors(f"site {site} in {name}", participant.method.site_class):
                 message = participant.answer(step.phase, step.round, message)
-            reply.message = message.aligned()
+            answer.message = message.aligned()
         except Aborted:
             raise
         except MedflareError as error:
-            reply.problem = str(error)
-        reply.seconds = time.monotonic() - started
-        return reply
+            answer.problem = str(error)
+        answer.seconds = time.monotonic() - started
+        return answer
 
     def close(self) -> None:
         """Nothing to do."""
@@ -138,16 +138,16 @@ class ForkedExchange(LocalExchange):
         # The slowest site begins first, so that the others need not wait for it at the end.
         waiting = sorted(outgoing, key=lambda site: self._seconds.get(site, 0.0))
         busy: dict[Any, str] = {}  # connection -> site
-        replies: Answers = {}
+        answers: Answers = {}
         while waiting or busy:
             while waiting and len(busy) < self.workers:
                 site = waiting.pop()
                 busy[self._start(site, step, outgoing[site])] = site
             for connection in wait(list(busy)):
                 site = busy.pop(connection)
-                replies[site] = self._reply(site, step)
-                self._seconds[site] = replies[site].seconds
-        return replies
+                answers[site] = self._reply(site, step)
+                self._seconds[site] = answers[site].seconds
+        return answers
 
     def close(self) -> None:
         """End all processes, at the same time."""
@@ -188,10 +188,10 @@ class ForkedExchange(LocalExchange):
             raise RuntimeError(f"site {site} failed in {where}:\n{words['trace']}")
         if "aborted" in words:
             raise Aborted(words["aborted"])
-        reply = Answer(**words)
-        if not reply.problem:
-            reply.message = message
-        return reply
+        answer = Answer(**words)
+        if not answer.problem:
+            answer.message = message
+        return answer
 
     def _connection(self, site: str) -> Connection:
         """The connection to the site's process, which is forked if there is none."""
@@ -233,15 +233,15 @@ class ForkedExchange(LocalExchange):
 
     def _answered(self, site: str, step: Step, message: Message) -> tuple[JsonDict, Message]:
         try:
-            reply = self.answer(site, step, message)
+            answer = self.answer(site, step, message)
         except Aborted as error:
             return {"aborted": str(error)}, Message()
         except StepFailed as error:
             return {"bug": str(error), "trace": traceback.format_exc()}, Message()
         except Exception:
             return {"trace": traceback.format_exc()}, Message()
-        words = {"problem": reply.problem, "seconds": reply.seconds}
-        return words, reply.message or Message()
+        words = {"problem": answer.problem, "seconds": answer.seconds}
+        return words, answer.message or Message()
 
 
 @contextmanager
