@@ -36,7 +36,7 @@ from medflare.methods.fedsm.formulas import ensemble_output, extra_labels
 from medflare.methods.fedsm.personalization import PERSONALS, PersonalServerHyper, PersonalSiteHyper
 from medflare.methods.fedsm.selector import UPDATE, SelectorEntries, SelectorLoss
 from medflare.methods.fedsm.server import SuperModelServer
-from medflare.methods.fedsm.site import SUPER, SuperModelSite
+from medflare.methods.fedsm.site import COMMON_META, SuperModelSite
 from medflare.methods.fedsm.super_model import CLASSES, SuperModel, super_model_parts
 
 FROZEN = TensorSpec("frozen")  # the frozen models in a site's memory
@@ -48,7 +48,7 @@ OF_ALL = SelectorEntries(lambda plan: len(plan.sites) + 1)
 SUPER_MODEL = (MODEL, PERSONALS, OF_ALL.weights)
 # The frozen models come once.
 FROZEN_MODELS = (MODEL.as_optional(), PERSONALS, OF_ALL.trained)
-FROZEN_META: tuple[MetaSpec, ...] = tuple(item.as_optional() for item in (*SUPER, COMBINE))
+FROZEN_META: tuple[MetaSpec, ...] = tuple(item.as_optional() for item in (*COMMON_META, COMBINE))
 
 
 @strict_dataclass
@@ -131,7 +131,7 @@ class FedSMExtraSite(SuperModelSite[FedSMExtraSiteHyper]):
         models = Message(self.memory.family(FROZEN), self.memory.meta["frozen"])
         return partial(self._ensemble_loss, self._networks_of(models))
 
-    @phase(request=SUPER_MODEL, request_meta=(*SUPER, COMBINE))
+    @phase(request=SUPER_MODEL, request_meta=(*COMMON_META, COMBINE))
     def finalize(self, incoming: Message) -> FinalModels:
         """The global model, this site's personal model (inside), and the super model."""
         return super().finalize(incoming)

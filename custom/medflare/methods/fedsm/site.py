@@ -86,10 +86,10 @@ ROUNDS = MetaSpec[dict[str, int | None]](
     table(count(optional=True)),
     optional=True,
 )
-# Of a super model's message.
-SUPER = (CLASSES, SPEC, ROUNDS, SELECTED_ROUND.as_optional())
+# Metadata of both super models, FedSM's and that of `extra`.
+COMMON_META = (CLASSES, SPEC, ROUNDS, SELECTED_ROUND.as_optional())
 SUPER_MODEL = (MODEL, PERSONALS, OF_SITES.weights)
-SUPER_MODEL_META = (*SUPER, GAMMA, CHOOSE_BY)
+SUPER_MODEL_META = (*COMMON_META, GAMMA, CHOOSE_BY)
 
 
 @strict_dataclass

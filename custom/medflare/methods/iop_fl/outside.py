@@ -400,18 +400,18 @@ class RoutedModel(nn.Module):
         chosen = min(summaries, key=lambda start: summaries[start].instability)
         return chosen, summaries[chosen]
 
-    def load_start(self, start: str, running: bool = False) -> None:
-        """The state of the mixture, whose base is the global model, or of an expert, which is its
-        own base.
+    def load_start(self, expert: str, running: bool = False) -> None:
+        """The state of an expert, its own base, or of the mixture, whose base is the global
+        model.
 
         Args:
             running: normalise by the base's running statistics.
         """
-        if start == MIXTURE:
+        if expert == MIXTURE:
             base = -1
             self.network.load_adapted_state(self._mixture)
         else:
-            base = self._experts.index(start)
+            base = self._experts.index(expert)
             self.network.prefer(base)
         self.network.set_base(base, running)
         self._anchor = self.network.adapted_state()
@@ -453,9 +453,9 @@ class RoutedModel(nn.Module):
     @torch.no_grad()
     def _at_start(self, images: Tensor) -> Tensor:
         """Probabilities of the start, without dropout."""
-        start = {name: tensor.to(images.device) for name, tensor in self._anchor.items()}
+        state = {name: tensor.to(images.device) for name, tensor in self._anchor.items()}
         self.network.eval()
-        return self.task.probabilities(functional_call(self.network, start, (images,)))
+        return self.task.probabilities(functional_call(self.network, state, (images,)))
 
     def _predictions(self, images: Tensor, *key: str | int) -> tuple[Tensor, Tensor, Tensor]:
         """Probabilities for a batch, for its noisy copy, whose noise `key` seeds, and those of the
@@ -561,10 +561,10 @@ def routed_model(task: TaskConfig, message: Message) -> RoutedModel:
     network = RoutedNetwork(network_with(task, states[-1]), states, routing)
     model = RoutedModel(task, network, experts, hyper, seed)
     model.adaptation = message.meta.get("adaptation", {})
-    start = model.adaptation.get("start", MIXTURE)
-    if start not in (MIXTURE, *experts):
-        raise StateError(f"a routed model starts from {start!r}, and has no such expert")
-    model.load_start(start, model.adaptation.get("running_statistics", False))
+    expert = model.adaptation.get("start", MIXTURE)
+    if expert not in (MIXTURE, *experts):
+        raise StateError(f"a routed model starts from {expert!r}, and has no such expert")
+    model.load_start(expert, model.adaptation.get("running_statistics", False))
     if ROUTER in message:
         network.load_adapted_state(message[ROUTER])
     return model.eval()
