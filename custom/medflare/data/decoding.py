@@ -355,8 +355,8 @@ def decoded_rows(
     failed: dict[int, str],
     start: int = 0,
 ) -> Iterator[DecodedRow]:
-    """Every picture or volume, and every used slice of volumes that are cut, read, checked and
-    resized, one by one; no more than one file is in memory.
+    """Every picture or volume, and every used slice of volumes that are cut, read, checked, scaled
+    and resized, one by one; no more than one file is in memory.
 
     Args:
         start: index of the first item.
@@ -379,9 +379,9 @@ def decoded_rows(
         # Decoding: pictures at the network's size.
         acquired = acquisition_of(image, task)
         pictures = pictures_of(task, entry, image.array, target)
-        for row_index, (name, picture, label) in enumerate(pictures):
+        for row_index, (name, picture, of_picture) in enumerate(pictures):
             resized = preprocessing.image(picture)
-            encoded = _target_tensor(label, task, preprocessing)
+            encoded = _target_tensor(of_picture, task, preprocessing)
             yield DecodedRow(
                 resized,
                 encoded,
@@ -395,11 +395,11 @@ def decoded_rows(
             )
 
 
-def _target_tensor(label: np.ndarray, task: TaskConfig, preprocessing: Preprocessing) -> Tensor:
+def _target_tensor(array: np.ndarray, task: TaskConfig, preprocessing: Preprocessing) -> Tensor:
     """The target of one picture, see `target_of`, as losses take it: float32 for multilabel."""
-    target = torch.as_tensor(label)
+    target = torch.as_tensor(array)
     if task.kind == "segmentation":
-        target = preprocessing.mask(label)
+        target = preprocessing.mask(array)
         if task.target != "multilabel":
             return target[0]
     if task.target == "multilabel":  # a channel for each label
@@ -466,11 +466,11 @@ def pictures_of(
     axis = task.slices.axis + 1
     use_all = task.slices.keep == "all" or entry.split != "training"
     for position in range(image.shape[axis]):
-        label = target
+        of_slice = target
         if task.kind == "segmentation":
-            label = np.take(target, position, axis=axis)
-        if use_all or label.any():
-            yield f"{entry.name}[{position}]", np.take(image, position, axis=axis), label
+            of_slice = np.take(target, position, axis=axis)
+        if use_all or of_slice.any():
+            yield f"{entry.name}[{position}]", np.take(image, position, axis=axis), of_slice
 
 
 # -- 3. caching ------------------------------------------------------------------------------------
