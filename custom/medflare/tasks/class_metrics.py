@@ -50,7 +50,7 @@ def of_outputs(
         for positive, truth in zip(probabilities.T, truths, strict=True):
             no_and_yes = np.stack([1 - positive, positive], axis=1)
             values.append(metric(no_and_yes, truth, weights, target))
-        return mean_of_defined(values)
+        return np.nanmean(values, axis=0)
 
 
 def is_exclusive(probabilities: Floats, targets: Array) -> bool:
@@ -87,11 +87,6 @@ def by_class(
             outputs = probabilities[:, c], truths[:, c], predictions[:, c], weights
             values[label] = {name: metric(*outputs) for name, metric in ONE_CLASS.items()}
     return values
-
-
-def mean_of_defined(values: Sequence[Floats]) -> Floats:
-    """The mean over the first axis without NaN."""
-    return np.nanmean(values, axis=0)
 
 
 # -- of one class against the rest: scores (N,), truth and predicted bool (N,), weights (..., N) ---
@@ -196,7 +191,7 @@ def macro(metric: OneClass, negative_of: Sequence[str] = ()) -> ClassMetric:
         values = []
         for c in range(first, probabilities.shape[1]):
             values.append(metric(probabilities[:, c], targets == c, predicted == c, weights))
-        return mean_of_defined(values)
+        return np.nanmean(values, axis=0)
 
     return mean
 
