@@ -160,13 +160,14 @@ class Site:
         """
         data = self._split(split)
         random = numpy_random_state(self.seed, self.name, *keys, "augment")
-        count = len(data) * self.cutter.per_image
+        samples = len(data) * self.cutter.per_image
         weights = self._sampling_weights.get(split)
         check_drawn(self.task, weights)
         orders = in_random_order(
-            count, self.batch_size, self.seed, self.name, *keys, "order", weights=weights
+            samples, self.batch_size, self.seed, self.name, *keys, "order", weights=weights
         )
         what = f"site {self.name}, batches of {split} images in this epoch"
+        # Sample s is of image s % len(data).
         rows = (order % len(data) for order in counted(orders, len(orders), what))
         for index, images in read_ahead(data, rows, partial(self.cutter.read, data)):
             batch = self._batch(index, *self.cutter.samples(images, random))

@@ -106,7 +106,10 @@ def delivered(incoming: Message, personal: Message | None) -> FinalModels:
 
 
 class FedAvgSite(SiteAlgorithm[F]):
-    """Trains the incoming global model for the task's local epochs and sends it back."""
+    """Trains the incoming global model for the task's local epochs and sends it back.
+
+    `train` calls `fit`, and that `descend` with `round_loss` and `round_hook`.
+    """
 
     # Has the settings of DP-SGD, which a subclass without hyper-parameters of its own inherits.
     Hyper: ClassVar[type] = FedAvgHyper
