@@ -1,6 +1,6 @@
 """What the methods of this package share: statistics of features by class, and the head's weights.
 
-Rows are the classes of a task as in `prr.transfer`: G groups of C classes each, K = G C rows.
+Rows are the classes of a task as in `parts.class_groups`: G groups of C classes each, K = G C rows.
 """
 
 import math

@@ -57,7 +57,7 @@ def logits_from(
 
 
 def class_indices(site: Site, targets: Tensor, features: Tensor) -> Tensor:
-    """Class indices (G, N, P), see `prr.transfer`, at the P positions of features (N, D, ...).
+    """Class indices (G, N, P), see `class_groups`, at the P positions of features (N, D, ...).
 
     Label maps are resized (nearest).
     """
