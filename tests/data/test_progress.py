@@ -10,7 +10,7 @@ from helpers.fixture_types import SiteOf, TaskOf
 from helpers.picture_sites import numbered_site
 from medflare.cli import main
 from medflare.data import progress
-from medflare.data.progress import RoundsLeft, counted
+from medflare.data.progress import RoundsLeft, with_progress
 from medflare.preparation.check import check_site
 from medflare.preparation.proposing import TaskHints, propose
 
@@ -30,7 +30,7 @@ def lines(
 def test_a_line_after_five_seconds_and_then_every_ten_with_the_time_left(
     lines: Callable[[], list[str]],
 ) -> None:
-    assert list(counted("abcd", 4, "site A, images read")) == list("abcd")
+    assert list(with_progress("abcd", 4, "site A, images read")) == list("abcd")
     assert lines() == [
         "site A, images read: 0 of 4 after 10 s",
         "site A, images read: 1 of 4 after 20 s, about 60 s left",
@@ -44,7 +44,7 @@ def test_slow_items_are_not_silent_for_more_than_ten_seconds(
 ) -> None:
     clock = itertools.count(0.0, 4.0)
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    list(counted(range(7), 7, "images"))
+    list(with_progress(range(7), 7, "images"))
     # Items begin after 4, 8, 12, ... s.
     assert [line.split()[5] for line in lines()] == ["8", "16", "24"]
 

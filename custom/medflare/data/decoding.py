@@ -49,7 +49,7 @@ from medflare.data.datalist import (
     read_datalist,
 )
 from medflare.data.local import CacheSettings, ImageBounds
-from medflare.data.progress import counted
+from medflare.data.progress import with_progress
 from medflare.data.reading import EXTENSIONS as READERS
 from medflare.data.reading import Image, channel_files, read_image, read_mask, suffix
 from medflare.data.targets import (
@@ -499,7 +499,7 @@ def decoded_once(
     key = (*keys, task.unreadable, cache)
     decoded = _decoded_sites.pop(key, None)
     if decoded is None:
-        items = counted(entries, len(entries), f"site {site}, images read")
+        items = with_progress(entries, len(entries), f"site {site}, images read")
         if cache is None:
             failed: dict[int, str] = {}
             decoded = Decoded(list(decoded_rows(task, source, items, failed)), failed)
@@ -519,7 +519,7 @@ def decoded_when_used(
     the others those of the last file that is used.
     """
     failed: dict[int, str] = {}
-    items = counted(entries, len(entries), f"site {site}, images read")
+    items = with_progress(entries, len(entries), f"site {site}, images read")
     rows = []
     free = _IN_MEMORY
     for row in decoded_rows(task, source, items, failed):

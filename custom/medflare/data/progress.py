@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def counted(
+def with_progress(
     items: Iterable[T], total: int, what: str, size: Callable[[T], int] = lambda item: 1
 ) -> Iterator[T]:
     """The items, while the log tells how many of them are done, also between slow ones.

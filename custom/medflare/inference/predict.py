@@ -34,7 +34,7 @@ from medflare.data.acquisition import (
 )
 from medflare.data.geometry import Grid
 from medflare.data.local import ImageBounds
-from medflare.data.progress import counted
+from medflare.data.progress import with_progress
 from medflare.data.reading import channel_files, read_image
 from medflare.data.transforms import Preprocessing
 from medflare.inference.deployed import CARD_FILE, Adaptive, Builder, Repeated, StoredModel, build
@@ -353,7 +353,7 @@ def _readable(
 
     An input that cannot be read, or is refused, is reported and removed from `inputs`.
     """
-    for source in counted(list(inputs), len(inputs), "images read"):
+    for source in with_progress(list(inputs), len(inputs), "images read"):
         try:
             prepared = prepare(source, task, bounds)
             if trained is not None:

@@ -34,7 +34,7 @@ from medflare.data.datalist import (
 from medflare.data.decoding import Source, target_of
 from medflare.data.loading import SiteData, load_site_data, open_source, renumbered_entries
 from medflare.data.local import LocalSettings
-from medflare.data.progress import counted
+from medflare.data.progress import with_progress
 from medflare.data.reading import read_stored
 from medflare.data.targets import class_counts, encode_label, scarce_classes, scarce_line
 from medflare.data.transforms import Augmentation, Preprocessing, middle_slice
@@ -253,7 +253,7 @@ def unreadable_files(root: Path) -> list[str]:
         if not listed:
             continue
         entries = read_datalist(folder, kind_of_labels(listed))
-        for entry in counted(entries, len(entries), f"{folder.name}, files checked"):
+        for entry in with_progress(entries, len(entries), f"{folder.name}, files checked"):
             for file in entry.paths:
                 try:
                     read_stored(file, mask=file in entry.masks)
@@ -314,7 +314,7 @@ def _check_folder(
     source = open_source(name, task, folder, local.data_folders, local.bounds)
     entries, _ = renumbered_entries(name, task, source)
     check_patients(entries)
-    logged = counted(entries, len(entries), f"site {name}, images checked")
+    logged = with_progress(entries, len(entries), f"site {name}, images checked")
     _read_images(source, logged, task, report, seen)
     if report.problems and task.unreadable == "error":
         return None
@@ -556,7 +556,9 @@ def site_shift(data: Mapping[str, SiteData]) -> tuple[float | None, str]:
             return None, f"as site {name} has fewer than three patients"
         rows = numpy_generator(0, name, "shift").permutation(len(images))[:_SHIFT_IMAGES]
         thumbnails = {}
-        shown = counted(sorted(rows), len(rows), f"site {name}, images compared with other sites")
+        shown = with_progress(
+            sorted(rows), len(rows), f"site {name}, images compared with other sites"
+        )
         for row in shown:  # a volume's slices in turn: each volume is decoded once
             picture = middle_slice(images[row][0])[None]
             thumbnails[row] = functional.interpolate(picture, (_THUMBNAIL, _THUMBNAIL), mode="area")

@@ -26,7 +26,7 @@ from medflare.data.acquisition import Axes
 from medflare.data.datalist import FILE, DatalistItem, site_folders, site_name
 from medflare.data.decoding import Source, file_state, pictures_of, target_of
 from medflare.data.loading import check_unreadable, open_source, usable_entries
-from medflare.data.progress import counted
+from medflare.data.progress import with_progress
 from medflare.data.targets import class_counts, encode_label
 from medflare.preparation.structures import Layout, LayoutOfImages
 from medflare.tasks.config import TaskConfig
@@ -199,7 +199,7 @@ def fingerprint_of(
     rows = []
     failed = {}
     what = "a sample of the training images read" if is_sample else "training images read"
-    for number, entry in enumerate(counted(entries, len(entries), f"site {site}, {what}")):
+    for number, entry in enumerate(with_progress(entries, len(entries), f"site {site}, {what}")):
         if aborted():
             raise Aborted(f"site {site}: stopped on request")
         random = numpy_generator(0, site, number, "fingerprint")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from medflare.core.errors import DataError
-from medflare.data.progress import counted
+from medflare.data.progress import with_progress
 from medflare.data.reading import label_values, read_stored
 
 # Values of noise and of a border lie below and above these.
@@ -38,7 +38,7 @@ def mask_values(files: Sequence[Path], *, named: bool) -> tuple[int, list[int]]:
     corners = set()
     with_255 = set()  # values of the masks that have 255
     of_masks = set()
-    for file in counted(files, len(files), "masks read for their values"):
+    for file in with_progress(files, len(files), "masks read for their values"):
         mask = label_values(read_stored(file, mask=True).array, file)
         if len(mask) > 1:
             raise DataError(

@@ -27,7 +27,7 @@ from medflare.data.datalist import (
 )
 from medflare.data.dicom import read, segment_codes, segments_overlap, tags_of
 from medflare.data.local import DEVICE_VARIABLE
-from medflare.data.progress import announce, counted
+from medflare.data.progress import announce, with_progress
 from medflare.data.reading import (
     NIFTI,
     PICTURES,
@@ -425,7 +425,7 @@ def _channels_and_dims(
 ) -> list[Choice]:
     files = max(len(entry.channels) for entry in entries)
     shapes = []
-    for entry in counted(entries, len(entries), "images read for their channels"):
+    for entry in with_progress(entries, len(entries), "images read for their channels"):
         shapes.append(_stored_shape(entry))
     channel_counts, dimensions = zip(*shapes, strict=True)
     if files:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from medflare.core.palette import structure_colours
 from medflare.data.loading import SiteData
-from medflare.data.progress import counted
+from medflare.data.progress import with_progress
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing, foreground, structures
 from medflare.training.batches import rows_of_patients
@@ -74,13 +74,15 @@ def contact_sheet(data: Mapping[str, SiteData], task: TaskConfig) -> bytes:
         split = site.train if len(site.train) else site.test
         splits[name] = split
         drawn = range(0, len(split), max(1, len(split) // 50))
-        for row in counted(drawn, len(drawn), f"site {name}, images for the scale of thumbnails"):
+        for row in with_progress(
+            drawn, len(drawn), f"site {name}, images for the scale of thumbnails"
+        ):
             sample.append(split.image(row).numpy().ravel())
     limits = tuple(np.percentile(np.concatenate(sample), [0.5, 99.5]))
     sheet = Image.new("RGB", (_COLUMNS * _SMALL, len(splits) * _SMALL), "white")
     for top, (name, split) in enumerate(splits.items()):
         rows = np.linspace(0, len(split) - 1, min(_COLUMNS, len(split))).astype(int).tolist()
-        for column, row in enumerate(counted(rows, len(rows), f"site {name}, thumbnails")):
+        for column, row in enumerate(with_progress(rows, len(rows), f"site {name}, thumbnails")):
             masks = []
             if task.kind == "segmentation":
                 masks = [structures(split.targets[row][None], task)[0]]

@@ -18,7 +18,7 @@ from medflare.data.acquisition import TrainedOn, range_of
 from medflare.data.datalist import SPLITS
 from medflare.data.decoding import Source
 from medflare.data.loading import Batch, SiteData, Split
-from medflare.data.progress import counted
+from medflare.data.progress import with_progress
 from medflare.data.targets import class_counts
 from medflare.data.transforms import Augmentation
 from medflare.networks.catalogue import initial_network
@@ -168,7 +168,7 @@ class Site:
         )
         what = f"site {self.name}, batches of {split} images in this epoch"
         # Sample s is of image s % len(data).
-        rows = (order % len(data) for order in counted(orders, len(orders), what))
+        rows = (order % len(data) for order in with_progress(orders, len(orders), what))
         for index, images in read_ahead(data, rows, partial(self.cutter.read, data)):
             batch = self._batch(index, *self.cutter.samples(images, random))
             yield self.augmented(batch, random)
@@ -228,7 +228,7 @@ class Site:
         predictions = predict_split(
             predictor, data, self._batch, self.cutter, self.task, self.scoring_batch
         )
-        return counted(
+        return with_progress(
             predictions,
             len(data),
             f"site {self.name}, {split} images measured",

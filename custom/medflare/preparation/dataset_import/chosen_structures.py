@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from medflare.core.errors import ConfigError, DataError
-from medflare.data.progress import counted
+from medflare.data.progress import with_progress
 from medflare.data.reading import read_stored
 from medflare.data.targets import check_structure, plain_name
 from medflare.preparation.dataset_import.folders import Dataset, ImageFolder
@@ -193,7 +193,7 @@ def with_two_values(
                 masks.append(mask)
     most = 0  # values beside 0 in one mask
     shown: set[float] = set()
-    for mask in counted(masks, len(masks), "masks read for their values"):
+    for mask in with_progress(masks, len(masks), "masks read for their values"):
         values = np.unique(read_stored(mask, mask=True).array)
         if threshold is None:
             check_structure(values, mask)

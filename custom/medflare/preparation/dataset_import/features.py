@@ -19,7 +19,7 @@ from medflare.core.store import write_atomically, write_json
 from medflare.data.datalist import site_folders, site_name
 from medflare.data.decoding import DecodedRow, decoded_rows
 from medflare.data.loading import check_unreadable, open_source, renumbered_entries
-from medflare.data.progress import counted
+from medflare.data.progress import with_progress
 from medflare.data.targets import encode_label
 from medflare.networks.catalogue import initial_network
 from medflare.networks.features import FeatureNetwork, pooled
@@ -154,7 +154,7 @@ def _write_site(
         if encode_label(entry.label, task, entry.location) is not None:
             entries.append(entry)
     failed: dict[int, str] = {}
-    images = counted(entries, len(entries), f"{name}, images through the network")
+    images = with_progress(entries, len(entries), f"{name}, images through the network")
     rows = decoded_rows(task, source, images, failed)
     items = []
     for number, (index, features) in enumerate(_through(network, rows)):

@@ -10,7 +10,7 @@ from typing import Any
 from medflare.core.errors import DataError
 from medflare.core.store import make_folder, write_atomically, write_json
 from medflare.data.datalist import FILE, LISTS
-from medflare.data.progress import counted
+from medflare.data.progress import with_progress
 from medflare.data.reading import dicom_files
 from medflare.preparation.dataset_import.folders import Item
 
@@ -106,7 +106,7 @@ def place_files(
 
     `Item.rendered` is written, `slices` in folders.
     """
-    for item in counted(items, len(items), f"{folder}, images imported"):
+    for item in with_progress(items, len(items), f"{folder}, images imported"):
         for file in item.paths:
             target = folder / file.relative_to(root)
             if file in item.rendered:
