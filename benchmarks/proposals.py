@@ -24,9 +24,8 @@ import torch
 from medflare.core.errors import MedflareError
 from medflare.data.datalist import site_folders, site_name
 from medflare.federation.local.loop import run_local
-from medflare.federation.local.trial import propose_by_trial
 from medflare.preparation.learning_rate import usual_rate
-from medflare.preparation.proposing import TaskHints
+from medflare.preparation.proposing import TaskHints, propose
 from medflare.tasks.config import load_task
 
 PROPOSED: Final = "proposed"
@@ -198,7 +197,7 @@ def in_process(job: Mapping[str, Any], end: float) -> list[str]:
 
 def jobs_of(root: Path, seeds: Sequence[int], seconds: float) -> list[Settings]:
     """A job for every way of a federation."""
-    proposed = propose_by_trial(root, TaskHints()).settings
+    proposed = propose(root, TaskHints()).settings
     jobs = []
     for way, changes in ways_of(proposed).items():
         settings = {

@@ -434,8 +434,7 @@ def init_task(
     size and network.
 
     Writes kind, labels, channels, size, network and the other settings, and prints each with its
-    reason. Where it proposes to train the head of a pretrained network alone, it first compares
-    this with a small network, for a minute or two.
+    reason.
 
     Args:
         out: Task file to write
@@ -456,7 +455,6 @@ def init_task(
         medflare task init CT --modality ct --memory 24 --yes --out liver.json
     """
     from medflare.core.store import refuse_unwritable, write_json
-    from medflare.federation.local.trial import propose_by_trial
     from medflare.preparation.proposing import TIMED_ROUNDS, TaskHints, propose
 
     if out.is_file() and not force:
@@ -475,13 +473,15 @@ def init_task(
     )
     with options.environment(device=device):
         try:
-            if sys.stdin.isatty() and not yes:
-                changed = _changes(propose(root, hints).settings, texts)
-                hints = dataclasses.replace(hints, **_parsed(texts | changed))
-            proposed = propose_by_trial(root, hints)
+            proposed = propose(root, hints)
         except UnreadableError as error:
             remedy = "medflare data check DATA lists all such files"
             raise DataError(f"{error}; {remedy}") from error
+        if sys.stdin.isatty() and not yes:
+            changed = _changes(proposed.settings, texts)
+            if changed:
+                hints = dataclasses.replace(hints, **_parsed(texts | changed))
+                proposed = propose(root, hints)
     write_json(out, proposed.settings, public=True)
     print(proposed.render())
     data_root = shlex.quote(str(root))

@@ -72,7 +72,6 @@ class ProposedTask:
     )
     warnings: tuple[str, ...] = ()  # one line each
     time: str = ""  # how long a round and a run take, one line
-    seconds: float = math.nan  # of a round of FedAvg on this device; NaN: not measured
 
     def render(self) -> str:
         """Two lines for every choice, the source of the rules, the warnings, and the time."""

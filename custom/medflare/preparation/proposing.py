@@ -85,8 +85,8 @@ _FEW_IMAGES = 2000  # training images below which a small network is enough
 _IMBALANCE = 3  # ratio of the largest class to the smallest from which classes are balanced
 _AIR = -200  # Hounsfield units; only CT has lower values
 _MAX_BATCH = 16
+_SMALL = "small_cnn"  # the smallest classifier of the catalogue
 _PRETRAINED = "efficientnet_lite0"
-SMALL_CLASSIFIER = "small_cnn"  # the smallest one of the catalogue
 TIMED_ROUNDS = 20  # of a run whose time is printed
 _LATE = 1.25  # times the limit of a round, from which a warning says so
 
@@ -575,7 +575,7 @@ def _classification(
     network = Choice("network", {"name": "resnet18"}, f"{images} training images")
     if images < _FEW_IMAGES or max(size.value) < 2 * _STEP:
         reason = f"{images} training images, too few for a large network"
-        network = Choice("network", {"name": SMALL_CLASSIFIER}, reason)
+        network = Choice("network", {"name": _SMALL}, reason)
     reason = f"{most} is shown {counts[most]} times, {fewest} {counts[fewest]} times"
     sampling = Choice("sampling", "shuffle", reason)
     if of_data["target"] == "multiclass" and counts[most] > _IMBALANCE * counts[fewest]:
@@ -637,7 +637,7 @@ def _within_minutes(planned: ProposedTask, hints: TaskHints, stopwatch: Stopwatc
     images, or else with the smallest network; where none does, the last of these.
     """
     large = _with_pretrained(planned, stopwatch.sites, hints)
-    is_smallest = large.settings["network"]["name"] == SMALL_CLASSIFIER
+    is_smallest = large.settings["network"]["name"] == _SMALL
     proposed = _with_fast_size(large, hints, stopwatch)
     if hints.network or hints.pretrained or is_smallest:
         return proposed
@@ -649,7 +649,7 @@ def _within_minutes(planned: ProposedTask, hints: TaskHints, stopwatch: Stopwatc
     reason = f"a round with {name} takes more than the minutes"
     if not hints.size:
         reason += ", with smaller images too"
-    small = _changed(planned, [Choice("network", {"name": SMALL_CLASSIFIER}, reason)])
+    small = _changed(planned, [Choice("network", {"name": _SMALL}, reason)])
     return _with_fast_size(small, hints, stopwatch)
 
 
@@ -686,7 +686,7 @@ def _with_rate_and_epochs(
         slow = f"a round takes about {about(seconds)}, more than --minutes {hints.minutes:g}"
         warnings += (f"{slow}; give a smaller --size, another --network, or a GPU",)
     proposed = _changed(proposed, [optimizer, epochs])
-    return dataclasses.replace(proposed, time=time, seconds=seconds, warnings=warnings)
+    return dataclasses.replace(proposed, time=time, warnings=warnings)
 
 
 def _with_pretrained(proposed: ProposedTask, sites: Fingerprints, hints: TaskHints) -> ProposedTask:
