@@ -293,6 +293,17 @@ class Frozen(Idle):
         self.idle.requires_grad_(False)
 
 
+class Mixing(Idle):
+    """As an activation of MONAI that is given the dimension of the images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.used.weight)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.idle(self.used(images).softmax(dim=0))
+
+
 class Averaging(nn.Module):
     """Keeps the mean of its images, as an exponential moving average does."""
 
@@ -317,6 +328,7 @@ class Averaging(nn.Module):
         (Frozen, r"idle\.weight is frozen"),
         (Refusing, "two"),
         (Averaging, "buffer mean changes with the images"),
+        (Mixing, "it mixes the images of a batch"),
     ],
 )
 def test_networks_without_every_gradient_are_refused_in_one_line(

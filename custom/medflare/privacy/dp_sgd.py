@@ -81,8 +81,8 @@ class NoisyOptimizer(DPOptimizer):
 
 def check_gradients(network: FeatureNetwork, images: Tensor) -> None:
     """Raises ConfigError for a layer that Opacus does not support, that changes its input in place,
-    that keeps numbers of the images in a buffer, where no noise is added, or that the network
-    itself freezes (`TaskConfig.freeze` comes later, in the training).
+    that keeps numbers of the images in a buffer, where no noise is added, that mixes the images of
+    a batch, or that the network itself freezes (`TaskConfig.freeze` comes later, in the training).
 
     Tries gradients of each image with noise of the shape of `images` (2, C, ...); the network must
     not be used afterwards.
@@ -101,12 +101,35 @@ def check_gradients(network: FeatureNetwork, images: Tensor) -> None:
                 raise ValueError(f"{path} is frozen")
             if getattr(weight, "grad_sample", None) is None:
                 raise ValueError(f"{path} has no part in the output")
+        _check_independent(network, images)
     except (NotImplementedError, RuntimeError, ValueError, AttributeError, TypeError) as error:
         name = network.settings["spec"]["name"]
         raise ConfigError(
             f"dp_noise: network {name} cannot be trained with DP-SGD ({one_line(error)}); "
             "choose an activation that changes nothing in place, or take unet, small_cnn or vgg11"
         ) from error
+
+
+@torch.no_grad()
+def _check_independent(network: FeatureNetwork, images: Tensor) -> None:
+    """Raises ValueError if the output of an image changes with the other one of its batch, as with
+    a softmax over the batch: then no gradient is of one patient.
+
+    With random weights, since a start may be 0, and noise, also of large numbers, of the shape of
+    `images` (2, C, ...).
+    """
+    with seeded(0, "weights"):
+        for weight in network.parameters():
+            weight.normal_(0.0, 0.1)
+        noise = torch.rand_like(images)
+    for scale in (1.0, 1000.0):
+        first, second = scale * noise
+        outputs = []
+        for other in (second, -second):
+            with seeded(0, "dropout"):
+                outputs.append(network(torch.stack([first, other]))[0])
+        if not torch.equal(*outputs):
+            raise ValueError("it mixes the images of a batch")
 
 
 def train_dp_sgd(
