@@ -73,6 +73,7 @@ def init(
     site_folders: bool = False,
     out: Path | None = None,
     copy: bool = False,
+    classes: str = "",
     structure: Annotated[list[str], typer.Option()] = (),  # type: ignore[assignment]
     threshold: float | None = None,
     empty_masks: bool = False,
@@ -104,6 +105,7 @@ def init(
         site_folders: Each folder in FOLDER is a site of that name
         out: Folder for datalists and hard links to the files (default: FOLDER itself)
         copy: Copy the files instead of links, for another disk
+        classes (NAMES): Of all sites, in the order of their numbers (default: those of the images)
         structure (NAME=OTHER,...): A structure to use, with its other names at sites and its values
             in masks of several structures; may be repeated
         threshold (VALUE): Of soft masks; this value and more is the structure
@@ -149,6 +151,7 @@ def init(
         splits,
         seed,
         redraw,
+        tuple(names_in(classes)),
         parse_structures(structure),
         threshold,
         empty_masks,

@@ -193,7 +193,10 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
     names = class_numbers(headers[0].get("labels"))
     for folder, header in zip(folders, headers, strict=True):
         if not same_names(class_numbers(header.get("labels")), names):
-            problem = f"its labels are not those of {folders[0] / FILE}; make them equal"
+            problem = (
+                f"its labels are not those of {folders[0] / FILE}; make them equal (data init "
+                "--classes with the classes of all sites)"
+            )
             if kind == "segmentation":
                 first = _site_structures(folders[0])
                 problem = differing_structures(_site_structures(folder), first)

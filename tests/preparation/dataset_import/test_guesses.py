@@ -1088,3 +1088,31 @@ def test_files_that_the_user_leaves_out(tmp_path: Path) -> None:
     assert "left out by --leave-out 2nd_manual: 8 files" in report.render()
     (tmp_path / "datalist.json").unlink()
     assert "no file fits --leave-out third" in error_of(tmp_path, leave_out=("third",))
+
+
+def test_a_hospital_with_one_class_names_those_of_all(tmp_path: Path) -> None:
+    rows(tmp_path, ("label", ["ill"] * 12))
+    assert "if other sites have them, --classes" in error_of(tmp_path)
+    assert "class ill, which --classes lacks" in error_of(tmp_path, classes=("well", "sick"))
+    report = imported(tmp_path, classes=("well", "ill"))
+    assert {item.label for item in report.sites[""]} == {1}
+    assert "no image of well" in report.render()
+    assert content(tmp_path)["labels"] == {"0": "well", "1": "ill"}
+
+
+def test_findings_have_no_order_of_classes(tmp_path: Path) -> None:
+    rows(tmp_path, ("edema", "01" * 6), ("effusion", "011" * 4))
+    chosen = Columns(label="edema,effusion")
+    assert "--classes is for" in error_of(tmp_path, columns=chosen, classes=("edema", "effusion"))
+
+
+def test_a_table_without_suffix_is_named(tmp_path: Path) -> None:
+    """As HAM10000_metadata of the Dataverse."""
+    pairs(tmp_path)
+    (tmp_path / "LICENSE").write_text("Do, with it, what you want.\nAll of it.\n")
+    (tmp_path / "metadata").write_text("lesion,image,dx\n1,a,nv\n")
+    text = imported(tmp_path).render()
+    assert (
+        f"metadata, as it has no suffix; if it is a table, give --table {tmp_path}/metadata" in text
+    )
+    assert "LICENSE" not in text

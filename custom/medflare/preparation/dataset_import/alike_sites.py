@@ -1,6 +1,6 @@
 """Sites whose images have the same classes and the same channels."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -58,6 +58,20 @@ def _with_findings(datasets: Mapping[str, Dataset]) -> dict[str, Dataset]:
             items.append(item)
         complete[site] = replace(dataset, items=tuple(items))
     return complete
+
+
+def with_classes(dataset: Dataset, classes: Sequence[str], root: Path) -> Dataset:
+    """The images with these classes, of all sites, of which some may lack; DataError for another
+    class, and for masks or findings.
+    """
+    if not classes:
+        return dataset
+    if any(not isinstance(item.label, int) for item in dataset.items):
+        raise DataError(f"{root}: --classes is for images of one class each, these have others")
+    others = [name for name in dataset.labels.values() if name not in classes]
+    if others:
+        raise DataError(f"{root}: images are of the class {others[0]}, which --classes lacks")
+    return _renumbered({"": dataset}, [*classes], root)[""]
 
 
 def with_all_channels(datasets: Mapping[str, Dataset], root: Path) -> dict[str, Dataset]:

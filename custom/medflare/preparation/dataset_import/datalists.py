@@ -27,7 +27,11 @@ from medflare.data.reading import (
     suffix,
 )
 from medflare.data.targets import SiteStructures, check_structure, differing_structures, same_names
-from medflare.preparation.dataset_import.alike_sites import with_all_channels, with_all_classes
+from medflare.preparation.dataset_import.alike_sites import (
+    with_all_channels,
+    with_all_classes,
+    with_classes,
+)
 from medflare.preparation.dataset_import.chosen_structures import with_two_values
 from medflare.preparation.dataset_import.columns import ColumnError
 from medflare.preparation.dataset_import.folders import (
@@ -168,11 +172,12 @@ def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> D
             f"{folder.relative(companion)}, and no mask for it; if these are the masks, call them "
             "NAME_mask and take other masks out; otherwise take them out"
         )
+    dataset = with_classes(dataset, options.classes, root)
     only = set(dataset.labels.values()) if dataset.kind == "classification" else set()
     if len(only) == 1 and not (missing and not options.skip) and not options.site_folders:
         raise DataError(
-            f"{root}: all images are of the class {only.pop()}; give images of another, and if an "
-            "empty cell means none, write 0 in it"
+            f"{root}: all images are of the class {only.pop()}; give images of another; if other "
+            "sites have them, --classes with the names of all; if an empty cell means none, write 0"
         )
     if missing and not (options.skip and dataset.items):
         listed = len(missing) + len(dataset.items)
@@ -406,8 +411,8 @@ def _site_warning(items: Sequence[Item], root: Path) -> str:
         return ""
     folders = ", ".join(sorted(counts))
     return (
-        f"all images are in the folders {folders}; if each is a site, give --site-folders, if each "
-        "is a class, --kind classification"
+        f"all images are in the folders {folders}; if each is a site, give {root} --site-folders, "
+        "if each is a class, --kind classification"
     )
 
 

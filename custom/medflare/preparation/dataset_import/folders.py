@@ -41,6 +41,7 @@ _TAGS = (
 # Modalities whose files are pictures, also in one series: radiographs, ultrasound and photographs.
 _PICTURES = ("CR", "DX", "MG", "IO", "PX", "RF", "XA", "US", "OP", "XC", "ES", "GM")
 HEADER = "dataset.json"  # of the Medical Segmentation Decathlon and of nnU-Net
+_LINE = 10_000  # bytes of a line that are read
 _TEXTS = (".txt", ".lst", ".json", ".xml")
 
 
@@ -299,7 +300,19 @@ def _not_read(files: Iterable[Path], root: Path) -> list[str]:
         if listed:
             first = listed[0].relative_to(root).as_posix()
             lines.append(f"left out, files to {remedy}: {len(listed)}, the first: {first}")
+    for file in files:
+        if not suffix(file) and _may_be_table(file):
+            lines.append(
+                f"left out, {file.name}, as it has no suffix; if it is a table, give --table {file}"
+            )
     return lines
+
+
+def _may_be_table(file: Path) -> bool:
+    """Whether the first two lines of a file have the same number of commas or tabs, two or more."""
+    with file.open("rb") as opened:
+        first, second = opened.readline(_LINE), opened.readline(_LINE)
+    return any(first.count(sign) == second.count(sign) > 1 for sign in (b",", b"\t"))
 
 
 LeftOut = dict[str, list[str]]  # why folders are left out -> their names

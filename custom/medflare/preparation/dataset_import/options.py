@@ -40,6 +40,7 @@ class ImportOptions:
     shares: Mapping[str, float] | None = None
     seed: int = 0  # of the random splits and sites
     redraw: bool = False  # ignore the splits that the folder names
+    classes: tuple[str, ...] = ()  # of all sites, in the order of their numbers
     structures: tuple[Structure, ...] = ()  # to use; (): all of the folder
     # Value from which soft masks are the structure; None: they are refused.
     threshold: float | None = None
