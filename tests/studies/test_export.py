@@ -78,6 +78,19 @@ def test_a_line_for_every_row(groups: dict[str, list[Results]]) -> None:
     assert pd.isna(summary_table(without, 0.7)["rounds_to_dice_0.700 (set)"][0])
 
 
+def test_a_failed_run_is_no_run_of_its_row(groups: dict[str, list[Results]]) -> None:
+    failed = {"status": "FAILED", "reason": "no site", "traffic": {}, "seconds": {"total": 0.0}}
+    first, *others = [
+        {**run, "seconds": {"total": 9.0, "processor": 3.0}} for run in groups["fedavg"]
+    ]
+    broken = {"fedavg": [{**first, **failed}, *others], "fedsm": [{**groups["fedsm"][0], **failed}]}
+    table = summary_table(StudyTables(broken)).set_index("method")
+    columns = ["seeds", "runs", "traffic_MB", "processor_seconds"]
+    assert table.loc["fedavg", columns].tolist() == [2, 2, 4.0, 3.0]
+    assert table.loc["fedsm", "runs"] == table.loc["fedsm", "seeds"] == 0
+    assert table.loc["fedsm", ["traffic_MB", "processor_seconds"]].isna().all()
+
+
 def test_processor_time_and_memory_if_they_are_recorded(groups: dict[str, list[Results]]) -> None:
     recorded = [
         {**run, "seconds": {"total": 9.0, "processor": 3.0}, "peak_memory_bytes": 5_000_000}

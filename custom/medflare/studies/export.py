@@ -8,7 +8,7 @@ import pandas as pd
 
 from medflare.core.text import JsonDict
 from medflare.evaluation.presentation import label_metric
-from medflare.evaluation.results import defined_mean
+from medflare.evaluation.results import COMPLETED, defined_mean
 from medflare.studies.costs import PEAK, PROCESSOR
 from medflare.studies.references import CONSTANT, TRAINED_AS
 from medflare.studies.statistics import Groups, Results, all_runs, compare, distinct, metrics_frame
@@ -32,9 +32,9 @@ def summary_table(study: StudyTables, target: float | None = None) -> pd.DataFra
     """A line for every row of the study.
 
     Columns: of every metric and role the mean over sites and seeds of the deployed model, and low
-    and high, its 95 % t interval over seeds; seeds, runs; means over runs of the traffic, the
-    seconds and, if measured, the peak memory; rounds; the first round whose mean validation metric
-    reaches the target; the selection rule and the versions.
+    and high, its 95 % t interval over seeds; of completed runs the seeds, their number and the
+    means of the traffic, the seconds and, if measured, the peak memory; rounds; the first round
+    whose mean validation metric reaches the target; the selection rule and the versions.
 
     Args:
         target: of the validation metric; default: see `default_target`. The column's name says it.
@@ -46,18 +46,18 @@ def summary_table(study: StudyTables, target: float | None = None) -> pd.DataFra
         source = "set"
     if target is not None:
         reached = f"rounds_to_{study.metric}_{target:.3f} ({source})"
-    runs = [run for run in all_runs(study.groups) if run["method"] != CONSTANT]
+    runs = [run for run in _completed(all_runs(study.groups)) if run["method"] != CONSTANT]
     has_processor = all(run["seconds"].get(PROCESSOR) is not None for run in runs)
     stage = PROCESSOR if has_processor else "total"
     lines = []
     for label, of_row in study.groups.items():
         line: JsonDict = {"method": label} | _means(study, label)
-        line["seeds"] = len(distinct(of_row, "seed"))
-        line["runs"] = len(of_row)
-        traffic = [sum(run["traffic"].values()) for run in of_row]
-        line["traffic_MB"] = sum(traffic) / len(of_row) / 1e6
-        line[_SECONDS[stage]] = defined_mean(run["seconds"].get(stage) for run in of_row)
-        peak = defined_mean(run.get(PEAK) for run in of_row)
+        completed = _completed(of_row)
+        line["seeds"] = len(distinct(completed, "seed"))
+        line["runs"] = len(completed)
+        line["traffic_MB"] = defined_mean(sum(run["traffic"].values()) / 1e6 for run in completed)
+        line[_SECONDS[stage]] = defined_mean(run["seconds"].get(stage) for run in completed)
+        peak = defined_mean(run.get(PEAK) for run in completed)
         if peak is not None:
             line["peak_memory_MB"] = peak / 1e6
         line["rounds"] = _joined(distinct(of_row, "rounds"))
@@ -97,6 +97,10 @@ def _means(study: StudyTables, label: str) -> dict[str, float | None]:
             cells[f"{metric}_{role}_low"] = low
             cells[f"{metric}_{role}_high"] = high
     return cells
+
+
+def _completed(runs: Iterable[Results]) -> list[Results]:
+    return [run for run in runs if run["status"] == COMPLETED]
 
 
 def _versions(runs: Sequence[Results]) -> dict[str, str]:
