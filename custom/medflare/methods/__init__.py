@@ -12,10 +12,10 @@ from medflare.core.lazy_imports import lazy_imports
 if TYPE_CHECKING:
     from medflare.core.errors import ConfigError
     from medflare.core.hyper import param
-    from medflare.core.message import Message
+    from medflare.core.message import FinalModels, Message
     from medflare.core.phases import Phase, asks, extends, handles, phase
     from medflare.core.rng import torch_generator
-    from medflare.core.settings import STRICT, strict_dataclass
+    from medflare.core.settings import strict_dataclass
     from medflare.core.specs import MetaSpec, TensorSpec, count, listing, number, table, text
     from medflare.core.states import StateDict, blend, copy_state, weighted_mean
     from medflare.inference.deployed import build, plain_message
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         SiteHyper,
         Step,
     )
-    from medflare.methods.catalogue import build_deployed, get_method, method_names
+    from medflare.methods.catalogue import build_deployed, get_method
     from medflare.methods.fedavg.partial import PartialSite
     from medflare.methods.fedavg.personal import PersonalModel, PersonalSite
     from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from medflare.methods.parts.partial import LocalPart
     from medflare.methods.parts.proximal import proximal_term
     from medflare.methods.parts.selection import Best, ModelSelector
+    from medflare.networks.catalogue import feature_width
     from medflare.networks.features import FeatureNetwork, copied_state
     from medflare.privacy.settings import PrivacyHyper
     from medflare.tasks.config import TaskConfig
@@ -76,7 +77,6 @@ __all__ = [
     "MODEL",
     "N_SAMPLES",
     "SELECTED_ROUND",
-    "STRICT",
     "VALIDATION",
     "Aggregation",
     "Best",
@@ -87,6 +87,7 @@ __all__ = [
     "FedAvgServerHyper",
     "FedAvgSite",
     "FedAvgSiteHyper",
+    "FinalModels",
     "LocalPart",
     "Loss",
     "Message",
@@ -123,11 +124,11 @@ __all__ = [
     "count",
     "epochs",
     "extends",
+    "feature_width",
     "finite_or_none",
     "get_method",
     "handles",
     "listing",
-    "method_names",
     "number",
     "pack_optimizer",
     "param",
