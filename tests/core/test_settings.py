@@ -7,7 +7,17 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError, DataError
-from medflare.core.settings import STRICT, checked, nested, no_such, one_of, refuse_arguments, takes
+from medflare.core.hyper import param
+from medflare.core.settings import (
+    STRICT,
+    checked,
+    nested,
+    no_such,
+    one_of,
+    refuse_arguments,
+    strict_dataclass,
+    takes,
+)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -34,6 +44,16 @@ class Settings:
 
 def made(**values: Any) -> Settings:
     return checked(Settings, {"rounds": 1, **values}, "job")
+
+
+@pytest.mark.parametrize("default", [param([0.1], "weights"), [0.1]])
+def test_a_list_as_default_is_refused_with_the_type_to_write(default: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^Hyper\.mus: a list, .*; write a tuple, and tuple\[float"
+    ):
+        strict_dataclass(
+            type("Hyper", (), {"__annotations__": {"mus": list[float]}, "mus": default})
+        )
 
 
 def test_json_values_of_the_right_type_are_accepted() -> None:

@@ -24,7 +24,13 @@ S = TypeVar("S")
 
 @dataclass_transform(frozen_default=True)
 def strict_dataclass(cls: type[S]) -> type[S]:
-    """Decorator: a frozen pydantic dataclass with `STRICT`."""
+    """Decorator: a frozen pydantic dataclass with `STRICT`; ConfigError for a list as a default."""
+    for name, value in vars(cls).items():
+        if isinstance(getattr(value, "default", value), list):
+            raise ConfigError(
+                f"{cls.__name__}.{name}: a list, which code could change; "
+                "write a tuple, and tuple[float, ...] or the like as its type"
+            )
     return dataclass(frozen=True, config=STRICT)(cls)  # type: ignore[return-value]
 
 
