@@ -109,13 +109,15 @@ def test_methods_of_other_distributions_are_listed_alike(tmp_path: Path) -> None
     )
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{describe(tmp_path, 'theirs', {'theirs': 'theirs:METHOD'})}:{PATH}",
+        "PYTHONPATH": f"{describe(tmp_path, 'their-lab', {'theirs': 'theirs:METHOD'})}:{PATH}",
     }
     output = subprocess.run(
         COMMAND, env=environment, capture_output=True, text=True, check=True
     ).stdout
-    (line,) = (line for line in output.splitlines() if line.startswith("theirs "))
-    assert PAIR.title in line
+    lines = output.splitlines()
+    (place,) = (place for place, line in enumerate(lines) if line.startswith("theirs "))
+    assert PAIR.title in lines[place]
+    assert lines[place - 2] == "their-lab", "below their distribution, not among the papers"
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

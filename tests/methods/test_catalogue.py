@@ -254,23 +254,23 @@ class TestOtherDistributions:
         assert catalogue.builtin_builder("super") is not None
 
     @pytest.mark.parametrize(
-        "target",
+        ("target", "reason"),
         [
-            "nowhere:METHOD",
-            "json:METHOD",
-            "'json:dumps'",
-            "json:dumps",
-            "medflare.methods.fedavg:METHOD",
+            ("nowhere:METHOD", "No module named 'nowhere'"),
+            ("json:METHOD", "has no attribute 'METHOD'"),
+            ("'json:dumps'", "hasty"),
+            ("json:dumps", "json:dumps is a function; name a Method"),
+            ("medflare.methods.fedavg:METHOD", "named 'fedavg', the entry point 'hasty'; give"),
         ],
         ids=["no module", "no such name in it", "malformed", "no method", "another name"],
     )
     def test_a_method_that_cannot_be_loaded_is_named(
-        self, tmp_path: Path, discovered: Callable[[], None], target: str
+        self, tmp_path: Path, discovered: Callable[[], None], target: str, reason: str
     ) -> None:
         describe(tmp_path, "hasty", {"hasty": target})
         discovered()
         assert "hasty" in method_names(), "a name needs no import"
-        with pytest.raises(ConfigError, match="hasty") as caught:
+        with pytest.raises(ConfigError, match=f"'hasty'.*{reason}") as caught:
             get_method("hasty")
         assert "\n" not in str(caught.value)
         assert get_method("fedavg").name == "fedavg"

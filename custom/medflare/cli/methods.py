@@ -29,7 +29,7 @@ def methods(
     check: bool = False,
     simulator: bool = False,
 ) -> int:
-    """List the methods by family, also those of other installed packages, or one method.
+    """List the methods by family, those of other installed packages by package, or one method.
 
     The table says what a site keeps for itself, what leaves it, the processor time of a round
     beside FedAvg's, whether sites that do not train get a model, and whether DP-SGD is possible.
@@ -93,13 +93,15 @@ def _checked(method: "Method", simulator: bool) -> int:
 
 def method_row(method: "Method") -> dict[str, str]:
     """A method's row of the table."""
+    from medflare.methods.catalogue import distribution_of
+
     leaves: dict[str, None] = {}
     for phase in method.site_class.phases.values():
         leaves |= dict.fromkeys(spec.name for spec in phase.reply)
     costs = resources.files("medflare.methods") / "costs.json"  # of benchmarks/cost.py
     cost = json.loads(costs.read_text(encoding="utf-8")).get(method.name)
     return {
-        "family": method.family,
+        "family": distribution_of(method.name) or method.family,
         "method": method.name,
         "title": method.title,
         "stays at the site": method.stays,
@@ -111,7 +113,9 @@ def method_row(method: "Method") -> dict[str, str]:
 
 
 def methods_table(rows: Iterable[Mapping[str, str]], width: int) -> str:
-    """The methods by family, those of the papers first, in lines of at most `width` characters."""
+    """The methods by family or distribution, those of the papers first, in lines of at most `width`
+    characters.
+    """
     from rich.console import Console
     from rich.table import Table
 

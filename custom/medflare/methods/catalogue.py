@@ -67,6 +67,13 @@ def module_of(name: str) -> str:
     raise ConfigError(no_such("method", name, (*method_names(), *SURVEYS)))
 
 
+def distribution_of(name: str) -> str:
+    """The distribution that declares a method in an entry point; "" if none does."""
+    for point in _foreign().get(name, ()):
+        return point.dist.name if point.dist else ""
+    return ""
+
+
 def method_names() -> tuple[str, ...]:
     """Names of all methods that train, sorted; imports no algorithm."""
     return tuple(sorted({*_builtin(), *_foreign()} - set(SURVEYS)))
@@ -192,7 +199,12 @@ def _foreign() -> dict[str, list[EntryPoint]]:
 
 def _from_entry_point(point: EntryPoint) -> Method:
     def check(candidate: Any) -> None:
-        if not isinstance(candidate, Method) or candidate.name != point.name:
-            raise TypeError(f"must be a Method of that name, is {candidate!r}")
+        if not isinstance(candidate, Method):
+            raise TypeError(f"{point.value} is a {type(candidate).__name__}; name a Method")
+        if candidate.name != point.name:
+            raise ValueError(
+                f"its Method is named {candidate.name!r}, the entry point {point.name!r}; "
+                "give both one name"
+            )
 
     return extensions.load("method", point, check)
