@@ -25,7 +25,7 @@ from helpers.fixture_types import SiteOf
 from medflare import run_local
 from medflare.adaptation.registry import ADAPTATIONS
 from medflare.core import extensions, packages
-from medflare.core.errors import ConfigError, ExportError
+from medflare.core.errors import ConfigError, ExportError, StateError
 from medflare.core.extensions import Extensions, check_callable
 from medflare.core.message import Message
 from medflare.data import trial
@@ -34,7 +34,7 @@ from medflare.data.reading import read_stored
 from medflare.data.transforms import Augmentation, Preprocessing
 from medflare.data.trial import try_task
 from medflare.inference import predict
-from medflare.inference.deployed import StoredModel
+from medflare.inference.deployed import StoredModel, load_model, save_model
 from medflare.inference.export import FORMATS, export
 from medflare.inference.inputs import find_inputs
 from medflare.methods.catalogue import build_deployed
@@ -196,6 +196,19 @@ def test_a_metric_that_is_not_trusted_is_not_called_unknown(change: dict[str, An
     load_task({**PLAIN, **change})
     with pytest.raises(ConfigError, match="unknown metric 'lab_confidence'"):
         load_task({**small_tasks.SEGMENTATION, "metrics": ["lab_confidence"]})
+
+
+def test_a_model_of_a_package_that_is_not_trusted_names_the_package_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extensions.trust(LAB)
+    task = load_task({**PLAIN, **CHANGES["metrics"]})
+    save_model(tmp_path, task, Message({"model": {}}, {"kind": "plain"}), {})
+    monkeypatch.setattr(extensions, "_trusted", set())
+    forget_extensions()
+    first = r"here: metric 'lab_confidence' of .* does not trust lab_extensions: to trust it"
+    with pytest.raises(StateError, match=rf"{first}.*; or use the medflare that wrote it \(0\."):
+        load_model(tmp_path)
 
 
 def test_the_trial_of_a_task_trusts_all_that_this_process_trusts() -> None:

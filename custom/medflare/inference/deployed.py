@@ -270,11 +270,11 @@ def load_model(
     try:
         task = load_task(described)
     except ConfigError as error:
-        remedy = (
-            "use the medflare that wrote it "
-            f"({(card.get('versions') or {}).get('medflare', 'no release is named')})"
-        )
-        raise StateError(f"{card_file}: its task cannot be used here, {remedy}: {error}") from error
+        writer = (card.get("versions") or {}).get("medflare", "no release is named")
+        raise StateError(
+            f"{card_file}: its task cannot be used here: {error}; "
+            f"or use the medflare that wrote it ({writer})"
+        ) from error
     bounds.check_task(task, str(card_file))
     try_task(replace(task, augment=()), _TRIAL, str(card_file))
     message = read_message(folder / WEIGHTS_FILE)
