@@ -18,7 +18,7 @@ from medflare.methods.base import PersistentState, Step
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.fedavg.site import MODEL, FedAvgSiteHyper
 from medflare.methods.method import Method
-from medflare.testing import check_method
+from medflare.testing import check_method, final_models
 
 NORM = MetaSpec[float]("update_norm", "length of the update", number(0))
 
@@ -227,6 +227,19 @@ class Misspelt(FedAvgSite[Any]):
         return None
 
 
+class Asking(FedAvgServer[Any]):
+    """Asks with what it keeps outside of its memory."""
+
+    asked = 0
+
+    def request_of_model(self, step: Any, site: str) -> Message:
+        message = super().request_of_model(step, site)
+        self.asked += 1
+        bias = message[MODEL]["head.bias"] + 0.001 * self.asked
+        message[MODEL] = {**message[MODEL], "head.bias": bias}
+        return message
+
+
 @strict_dataclass
 class StrongHyper(FedAvgSiteHyper):
     strength: float = param(1.0, "never read")
@@ -265,12 +278,18 @@ class SeedingServer(FedAvgServer):
         (FedAvgSite, Idle, {"plain loop"}, "same tensors in every round"),
         (FedAvgSite, SeedingServer, {"plain loop"}, r"the server after 'train' .* of torch, or"),
         (Peeking, FedAvgServer, {"plain loop"}, r"method slip reads test images in 'train'; take"),
-        (Reading, FedAvgServer, {"other test images"}, "models/global/.* depends on test images"),
+        (Reading, FedAvgServer, {"other test images"}, "models/global depends on test images"),
         (Visiting, FedAvgServer, {"two workers"}, r"test_kit\.VISITED changes during a run"),
         (Impersonal, FedAvgServer, {"plain loop"}, "site a has no model 'personal', which"),
+        (
+            FedAvgSite,
+            Asking,
+            {"killed and resumed"},
+            "a request of Asking differs from the plain loop's: .* belongs into `memory`",
+        ),
         (Unasked, FedAvgServer, {"unused code"}, r"no step asks for phase 'fisher': add Step\.of"),
-        (Leftover, FedAvgServer, {"unused code"}, r"nothing calls Leftover\.deliver; leave it out"),
-        (Former, FedAvgServer, {"unused code"}, r"nothing reads Former\.unprotected; leave it out"),
+        (Leftover, FedAvgServer, {"unused code"}, r"nothing uses Leftover\.deliver; leave it out"),
+        (Former, FedAvgServer, {"unused code"}, r"nothing uses Former\.unprotected; leave it out"),
         (Misspelt, FedAvgServer, {"unused code"}, r"Misspelt\.fitt; is it to be 'fit'\?"),
         (Strong, FedAvgServer, {"unused code"}, "no code .* reads its hyper-parameter 'strength'"),
         (Numbered, FedAvgServer, {"plain loop"}, r"a, b: Numbered: state 'count' .* float; .*meta"),
@@ -311,6 +330,13 @@ def test_a_slip_is_named(site: Any, server: Any, failing: set[str], named: str) 
     assert failing <= problems.keys()
     for name in failing:
         assert re.search(named, problems[name])
+
+
+def test_final_models_of_two_methods_can_be_compared() -> None:
+    fedavg = final_models("fedavg")
+    assert {"models/global", "sites/a/personal"} <= fedavg.keys()
+    assert final_models("fedprox", mu=0.0) == fedavg
+    assert final_models("fedprox", mu=1.0)["models/global"] != fedavg["models/global"]
 
 
 def test_the_command_prints_every_check(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,11 +84,11 @@ def _checked(method: "Method", simulator: bool) -> int:
     def say(name: str) -> None:
         print(f"{name} ...", file=sys.stderr)
 
-    failed = 0
+    failed = False
     for check in check_method(method, simulator=simulator, say=say):
         print(f"{check.name}: {check.problem or 'passed'} ({check.seconds:.0f} s)")
-        failed = failed or int(bool(check.problem))
-    return failed
+        failed |= bool(check.problem)
+    return int(failed)
 
 
 def method_row(method: "Method") -> dict[str, str]:

@@ -9,8 +9,10 @@ def test_my_method() -> None:
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from medflare.core.errors import MedflareError, StepFailed
 from medflare.core.message import Message
@@ -112,6 +113,15 @@ def check_method(
     return checks
 
 
+def final_models(method: str | Method, **hyper: Any) -> dict[str, str]:
+    """Final model -> checksum of its tensors, of a run of two rounds of the kit's sites: for tests
+    that compare a method with another one, or with other hyper-parameters.
+    """
+    with TemporaryDirectory() as folder:
+        _Kit(get_method(method), TASK, hyper, Path(folder)).run("run")
+        return _checksums(Path(folder, "run"))
+
+
 def _problem(check: Callable[[], None], method: Method) -> str:
     """Why a check fails, one line; "" if it does not."""
     try:
@@ -131,12 +141,12 @@ class _Record:
         sent: phase -> metadata names of its replies.
         received: site and phase -> checksums of the tensors of its requests, of those that ask for
             tensors.
-        drawn: the first step that changed a global random generator, in words.
+        slip: the first step that changed a global random generator, in words.
     """
 
     sent: dict[str, set[str]] = field(default_factory=dict)
     received: dict[tuple[str, str], list[str]] = field(default_factory=dict)
-    drawn: str = ""
+    slip: str = ""
 
     @property
     def is_constant(self) -> bool:
@@ -146,11 +156,14 @@ class _Record:
         repeated = [checksums for checksums in self.received.values() if len(checksums) > 1]
         return bool(repeated) and all(len(set(checksums)) == 1 for checksums in repeated)
 
-    def note_generators(self, before: Json, party: str) -> None:
-        """Note that a party has changed a global generator, whose states were `before`."""
+    @contextmanager
+    def watched(self, party: str) -> Iterator[None]:
+        """A step of a party's algorithm."""
+        before = _drawn_generators()
+        yield
         for library, state in _global_generators().items():
             if state != before[library]:
-                self.drawn = self.drawn or (
+                self.slip = self.slip or (
                     f"{party} draws from the global generator of {library}, or seeds it; use those "
                     "of medflare.core.rng"
                 )
@@ -186,8 +199,8 @@ class _Kit:
         yield "plain loop", self.plain_loop
         yield "declared messages", self.declared_messages
         yield "unused code", self.unused_code
-        yield "two workers", self.two_workers
-        yield "rebuilt before every step", self.forgetful
+        yield "two workers", partial(self.repeated, "workers", workers=2)
+        yield "rebuilt before every step", partial(self.repeated, "forgetful", forgetful=True)
         yield "killed and resumed", self.resumed
         yield "other test images", self.other_test_images
         yield "missing and late sites", self.missing_sites
@@ -200,8 +213,16 @@ class _Kit:
 
     def run(self, name: str, method: Method | None = None, **options: Any) -> Results:
         """Results of a completed run of two rounds in the folder `name`."""
-        settings: JsonDict = {"sites": SITES, "rounds": 2, "seed": 1, "workers": 1}
-        settings |= {"outside": self.outside, "out": self.folder / name, **self.hyper, **options}
+        settings: JsonDict = {
+            "sites": SITES,
+            "outside": self.outside,
+            "rounds": 2,
+            "seed": 1,
+            "workers": 1,
+            "out": self.folder / name,
+            **self.hyper,
+            **options,
+        }
         self._outside_memory.restore()
         return _completed(run_local(method or self.method, self.task, **settings))
 
@@ -213,17 +234,16 @@ class _Kit:
         self._changed = self._outside_memory.changed()
         validate_results(results)
         for site, entry in results["sites"].items():
-            if entry["metrics"]["deployed"][self.task.metric] is None:
-                raise Failed(f"site {site} has no deployed model, or its {self.task.metric} is NaN")
-            for role in self.method.roles if entry["role"] == "inside" else ():
+            for role in self.method.roles if entry["role"] == "inside" else ["deployed"]:
                 if entry["metrics"][role][self.task.metric] is None:
                     raise Failed(
-                        f"site {site} has no model {role!r}, which the method's roles have"
+                        f"site {site} has no model {role!r}, which the method's roles have, or its "
+                        f"{self.task.metric} is NaN"
                     )
         for card in (self.folder / "loop").rglob("card.json"):
             load_model(card.parent).build(build_deployed)
-        if self._record.drawn:
-            raise Failed(self._record.drawn)
+        if self._record.slip:
+            raise Failed(self._record.slip)
         if self._record.is_constant:
             raise Failed(
                 "the server sends the same tensors in every round; "
@@ -260,23 +280,21 @@ class _Kit:
     def other_test_images(self) -> None:
         """The server's models do not depend on them; those that a site adapts to its images do."""
         self.run("tests", opener=partial(_with_other_tests, self.task))
-        expected = self.weights("loop")
-        for path, tensors in self.weights("tests").items():
-            if path.parts[0] == "models" and not _same(tensors, expected[path]):
-                raise Failed(f"{path} depends on test images; train and select without them")
+        problem = "depends on test images; train and select without them"
+        self._compare(self.folder / "tests", "models", problem)
 
-    def two_workers(self) -> None:
-        self.run("workers", workers=2)
-        self._compare("workers")
-
-    def forgetful(self) -> None:
-        self.run("forgetful", forgetful=True)
-        self._compare("forgetful")
+    def repeated(self, name: str, **options: Any) -> None:
+        self.run(name, **options)
+        self._compare(self.folder / name)
 
     def resumed(self) -> None:
         resume = partial(resume_local, self.folder / "resumed", workers=1)
-        _completed(in_pieces(partial(self.run, "resumed"), resume))
-        self._compare("resumed")
+        results = in_pieces(partial(self.run, "resumed"), resume)
+        if "the same step was asked before, with other" in str(results["reason"]):
+            server = self.method.server_class.__name__
+            raise Failed(f"after a restart a request of {server} {self._differs}")
+        _completed(results)
+        self._compare(self.folder / "resumed")
 
     def missing_sites(self) -> None:
         absent = {0: ["c"], 1: ["a"]}
@@ -286,51 +304,37 @@ class _Kit:
         from medflare.flare.recipes import MedflareRecipe
 
         folder = self.folder / "simulator"
-        recipe = MedflareRecipe(
-            task=self.task,
-            rounds=2,
-            method=self.method.name,
-            seed=1,
-            outside=self.outside,
-            **self.hyper,
-        )
+        settings: JsonDict = {"method": self.method.name, "outside": self.outside, **self.hyper}
+        recipe = MedflareRecipe(task=self.task, rounds=2, seed=1, **settings)
         recipe.simulate([*SITES, *self.outside], folder)
         results_file = find_results(folder)
         _completed(load_results(results_file))
-        for path, tensors in self.weights("loop").items():
-            is_servers = path.parts[0] == "models"
-            if is_servers and not _same(tensors, load_file(results_file.parent / path)):
-                raise Failed(self._difference(str(path)))
+        self._compare(results_file.parent, "models")
 
-    def weights(self, name: str) -> dict[Path, dict[str, Tensor]]:
-        """Every delivered model of a run: file -> tensors."""
-        folder = self.folder / name
-        files = sorted(folder.rglob("model.safetensors"))
-        return {file.relative_to(folder): load_file(file) for file in files}
+    def _compare(self, folder: Path, part: str = "", problem: str = "") -> None:
+        """Raises Failed if models below `part` of a run's folder differ from the plain loop's."""
+        expected = _checksums(self.folder / "loop" / part)
+        different = expected.items() ^ _checksums(folder / part).items()
+        if different:
+            path = Path(part, min(different)[0])
+            raise Failed(f"{path} {problem or self._differs}")
 
-    def _compare(self, name: str) -> None:
-        """Raises Failed if a run's models differ from those of the plain loop."""
-        expected = self.weights("loop")
-        actual = self.weights(name)
-        if expected.keys() != actual.keys():
-            (path, *_) = sorted(expected.keys() ^ actual.keys())
-            raise Failed(f"one of the two runs has no {path}")
-        for path, tensors in expected.items():
-            if not _same(tensors, actual[path]):
-                raise Failed(self._difference(str(path)))
-
-    def _difference(self, path: str) -> str:
+    @property
+    def _differs(self) -> str:
         changes = f"; {self._changed} changes during a run" if self._changed else ""
         return (
-            f"{path} differs from the plain loop's: what lasts from step to step belongs into "
-            f"`memory`, random numbers need keys{changes}"
+            "differs from the plain loop's: what lasts from step to step belongs into `memory`, "
+            f"random numbers need keys{changes}"
         )
 
 
-def _same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(
-        tensor.equal(second[name]) for name, tensor in first.items()
-    )
+def _checksums(folder: Path) -> dict[str, str]:
+    """Model below a folder -> checksum of its tensors."""
+    checksums = {}
+    for file in folder.rglob("model.safetensors"):
+        name = file.parent.relative_to(folder).as_posix()
+        checksums[name] = states_digest({"": load_file(file)})
+    return checksums
 
 
 def _with_other_tests(task: TaskConfig, name: str, role: str) -> Site:
@@ -350,10 +354,9 @@ def _completed(results: Results) -> Results:
 
 def _global_generators() -> dict[str, Any]:
     """Library -> state of its global random generator."""
-    of_numpy: Any = np.random.get_state(legacy=False)
     return {
         "torch": torch.get_rng_state().tolist(),
-        "numpy": (of_numpy["state"]["key"].tolist(), of_numpy["state"]["pos"]),
+        "numpy": repr(np.random.get_state()),
         "random": random.getstate(),
     }
 
@@ -371,17 +374,16 @@ def _recorded(method: Method, record: _Record) -> Method:
 
     class Recorded(method.site_class):  # type: ignore[name-defined]
         def perform(self, phase: str, round: int, incoming: Message) -> Message:
-            before = _drawn_generators()
-            reply = super().perform(phase, round, incoming)
-            record.note_generators(before, f"site {self.site.name} in {step_name(phase, round)}")
+            party = f"site {self.site.name} in {step_name(phase, round)}"
+            with record.watched(party):
+                reply = super().perform(phase, round, incoming)
             record.note(self.site.name, phase, incoming, reply)
             return reply
 
     class RecordedServer(method.server_class):  # type: ignore[name-defined]
         def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-            before = _drawn_generators()
-            super().aggregate(step, replies)
-            record.note_generators(before, f"the server after {step.phase!r}")
+            with record.watched(f"the server after {step.phase!r}"):
+                super().aggregate(step, replies)
 
     Recorded.__name__ = method.site_class.__name__  # which messages name
     RecordedServer.__name__ = method.server_class.__name__
@@ -408,11 +410,10 @@ def _dying() -> Say:
     """A reporter of progress that ends the run within its second step: the sites have done it, the
     checkpoint does not hold it.
     """
-    lines = []
+    steps = count(1)
 
     def say(line: str) -> None:
-        lines.append(line)
-        if len(lines) == 2:
+        if next(steps) == 2:
             raise Killed
 
     return say

@@ -48,7 +48,7 @@ def _owners(method: Method) -> list[Any]:
     """The classes of a method's algorithms, and their modules."""
     classes = foreign_classes(method)
     modules = {cls.__module__ for cls in classes}
-    return [*classes, *(sys.modules[name] for name in sorted(modules) if name in sys.modules)]
+    return [*classes, *filter(None, map(sys.modules.get, sorted(modules)))]
 
 
 def _copies(owners: Iterable[Any]) -> Iterator[tuple[Any, str, Any, Any]]:

@@ -3,10 +3,8 @@
 import ast
 import inspect
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from difflib import get_close_matches
-from itertools import chain
-from types import FunctionType
 
 from medflare.core.phases import is_declared
 from medflare.methods.method import Method
@@ -16,10 +14,8 @@ _SIMILAR = 0.8  # of difflib, from which a name is taken for a slip
 
 def foreign_classes(method: Method) -> list[type]:
     """The classes of a method's algorithms that are not medflare's, by name."""
-    foreign: set[type] = set()
-    for algorithm in (method.site_class, method.server_class):
-        foreign.update(filter(_is_foreign, algorithm.__mro__))
-    return sorted(foreign, key=lambda cls: cls.__name__)
+    classes = {*method.site_class.__mro__, *method.server_class.__mro__}
+    return sorted(filter(_is_foreign, classes), key=lambda cls: cls.__name__)
 
 
 def unused(method: Method, asked: Container[str]) -> str:
@@ -29,7 +25,7 @@ def unused(method: Method, asked: Container[str]) -> str:
     `asked`: phases that the steps of a schedule ask for.
     """
     foreign = foreign_classes(method)
-    used = set(chain.from_iterable(map(_names_in, {cls.__module__ for cls in foreign})))
+    used = set(_names_in({cls.__module__ for cls in foreign}))
     if not used:  # no source, as in a notebook
         return ""
     for hyper in method.hyper_classes.values():
@@ -42,7 +38,7 @@ def unused(method: Method, asked: Container[str]) -> str:
                         "leave it out"
                     )
     # Another module of the package may call a function.
-    used.update(chain.from_iterable(map(_names_in, _modules_of(foreign))))
+    used.update(_names_in(_modules_of(foreign)))
     for cls in foreign:
         inherited = _names_of(cls)
         for name, value in vars(cls).items():
@@ -56,8 +52,7 @@ def unused(method: Method, asked: Container[str]) -> str:
             if not is_declared(value):
                 meant = get_close_matches(name, inherited, 1, _SIMILAR)
                 remedy = f"is it to be {meant[0]!r}?" if meant else "leave it out"
-                uses = "calls" if isinstance(value, FunctionType) else "reads"
-                return f"nothing {uses} {cls.__name__}.{name}; {remedy}"
+                return f"nothing uses {cls.__name__}.{name}; {remedy}"
     return ""
 
 
@@ -81,16 +76,17 @@ def _names_of(cls: type) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
-def _names_in(module: str) -> Iterator[str]:
-    """The names that a module reads, also as attributes and texts."""
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (KeyError, OSError, TypeError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            yield node.attr
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            yield node.id
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+def _names_in(modules: Iterable[str]) -> Iterator[str]:
+    """The names that modules read, also as attributes and texts."""
+    for module in modules:
+        try:
+            tree = ast.parse(inspect.getsource(sys.modules[module]))
+        except (KeyError, OSError, TypeError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                yield node.attr
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                yield node.id
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
