@@ -12,7 +12,7 @@ from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import extends, handles, phase
 from medflare.core.settings import strict_dataclass
-from medflare.core.specs import MetaSpec, number
+from medflare.core.specs import MetaSpec, TensorSpec, listing, number
 from medflare.methods import catalogue
 from medflare.methods.base import PersistentState, Step
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
@@ -227,6 +227,52 @@ class Misspelt(FedAvgSite[Any]):
         return None
 
 
+EXTRA = TensorSpec("extra", "for the tests", lambda plan: {"x": torch.empty(plan.task.outputs, 2)})
+HEAD = MetaSpec[Any]("head", "the head", listing(listing(number()), 100))
+BY_CLASS = MetaSpec[Any]("by_class", "images of each class", listing(number()))
+
+
+class Sending(FedAvgSite[Any]):
+    """Sends images by class as a tensor."""
+
+    @extends(reply=(EXTRA,))
+    def train(self, round: int, incoming: Message) -> Message:
+        reply = super().train(round, incoming)
+        reply[EXTRA] = {"x": self.site.class_counts().float()[:, None].repeat(1, 2)}
+        return reply
+
+
+class Ignored(FedAvgSite[Any]):
+    """Sends what no server reads."""
+
+    @extends(reply=(EXTRA,))
+    def train(self, round: int, incoming: Message) -> Message:
+        reply = super().train(round, incoming)
+        reply[EXTRA] = {"x": torch.zeros(self.site.task.outputs, 2)}
+        return reply
+
+
+class Telling(FedAvgSite[Any]):
+    """Sends its head as metadata."""
+
+    @extends(meta=(HEAD,))
+    def train(self, round: int, incoming: Message) -> Message:
+        reply = super().train(round, incoming)
+        reply[HEAD] = reply[MODEL]["head.weight"].tolist()
+        return reply
+
+
+class Shares(FedAvgSite[Any]):
+    """Sends the shares of its classes as metadata."""
+
+    @extends(meta=(BY_CLASS,))
+    def train(self, round: int, incoming: Message) -> Message:
+        reply = super().train(round, incoming)
+        counts = self.site.class_counts()
+        reply[BY_CLASS] = (counts / counts.sum()).tolist()
+        return reply
+
+
 class Asking(FedAvgServer[Any]):
     """Asks with what it keeps outside of its memory."""
 
@@ -281,6 +327,25 @@ class SeedingServer(FedAvgServer):
         (Reading, FedAvgServer, {"other test images"}, "models/global depends on test images"),
         (Visiting, FedAvgServer, {"two workers"}, r"test_kit\.VISITED changes during a run"),
         (Impersonal, FedAvgServer, {"plain loop"}, "site a has no model 'personal', which"),
+        (
+            Sending,
+            FedAvgServer,
+            {"plain loop"},
+            "'extra' of the reply to 'train' has numbers by cl",
+        ),
+        (
+            Shares,
+            FedAvgServer,
+            {"plain loop"},
+            "'by_class' .* numbers by class; declare .*per_class",
+        ),
+        (Telling, FedAvgServer, {"plain loop"}, "metadata 'head' .* holds weights .* TensorSpec"),
+        (
+            Ignored,
+            FedAvgServer,
+            {"declared messages"},
+            "no code of the server reads 'extra' of the replies to 'train'",
+        ),
         (
             FedAvgSite,
             Asking,

@@ -8,6 +8,7 @@ def test_my_method() -> None:
 
 import random
 import time
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,10 +33,11 @@ from medflare.federation.request_order import schedule_of
 from medflare.federation.settings import step_name
 from medflare.federation.step_errors import described
 from medflare.inference.deployed import load_model
-from medflare.methods.base import Step
+from medflare.methods.base import SiteAlgorithm, Step
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.testing.leaks import leak
 from medflare.testing.outside_memory import OutsideMemory
 from medflare.testing.unused import unused
 from medflare.training.opening import open_site
@@ -138,15 +140,18 @@ class _Record:
     """What the sites did in a run.
 
     Attributes:
-        sent: phase -> metadata names of its replies.
+        sent: phase -> names of metadata and states in its replies.
+        read: phase and name of the states that the server has read.
         received: site and phase -> checksums of the tensors of its requests, of those that ask for
             tensors.
-        slip: the first step that changed a global random generator, in words.
+        slip: the first step that changed a global random generator, or the first reply with a
+            `leak`, in words.
     """
 
     sent: dict[str, set[str]] = field(default_factory=dict)
     received: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     slip: str = ""
+    read: set[tuple[str, str]] = field(default_factory=set)
 
     @property
     def is_constant(self) -> bool:
@@ -168,11 +173,23 @@ class _Record:
                     "of medflare.core.rng"
                 )
 
-    def note(self, site: str, phase: str, incoming: Message, reply: Message) -> None:
-        self.sent.setdefault(phase, set()).update(reply.meta)
+    def note(self, algorithm: SiteAlgorithm, phase: str, incoming: Message, reply: Message) -> None:
+        self.slip = self.slip or leak(algorithm, phase, reply)
+        self.sent.setdefault(phase, set()).update(reply.meta, reply.states)
         if incoming.states and reply.states:
             checksum = states_digest(incoming.states)
-            self.received.setdefault((site, phase), []).append(checksum)
+            self.received.setdefault((algorithm.site.name, phase), []).append(checksum)
+
+    def noted(self, phase: str, reply: Message) -> Message:
+        """A reply that notes which of its states are read."""
+        read = self.read
+
+        class States(UserDict[str, Any]):
+            def __getitem__(self, entry: str) -> Any:
+                read.add((phase, entry))
+                return super().__getitem__(entry)
+
+        return Message(States(reply.states), reply.meta)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -258,8 +275,8 @@ class _Kit:
                 )
 
     def declared_messages(self) -> None:
-        """Metadata that no reply of the plain loop's run holds; entries of states are checked in
-        every reply.
+        """Metadata that no reply of the plain loop's run holds, and states that the server does not
+        read; every reply is checked for its states.
         """
         for name, held in self._record.sent.items():
             declared = self.method.site_class.phases[name].meta
@@ -269,6 +286,12 @@ class _Kit:
                     f"the reply to {name!r} never holds {min(never)!r}: send it, or declare it "
                     "as_optional()"
                 )
+            for state in sorted(held - {item.name for item in declared}):
+                if (name, state) not in self._record.read:
+                    raise Failed(
+                        f"no code of the server reads {state!r} of the replies to {name!r}: use it "
+                        "in a method with @handles, or do not send it"
+                    )
 
     def unused_code(self) -> None:
         plan = self.method.plan(self.task, SITES, self.hyper)
@@ -377,13 +400,14 @@ def _recorded(method: Method, record: _Record) -> Method:
             party = f"site {self.site.name} in {step_name(phase, round)}"
             with record.watched(party):
                 reply = super().perform(phase, round, incoming)
-            record.note(self.site.name, phase, incoming, reply)
+            record.note(self, phase, incoming, reply)
             return reply
 
     class RecordedServer(method.server_class):  # type: ignore[name-defined]
         def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
+            noted = {site: record.noted(step.phase, reply) for site, reply in replies.items()}
             with record.watched(f"the server after {step.phase!r}"):
-                super().aggregate(step, replies)
+                super().aggregate(step, noted)
 
     Recorded.__name__ = method.site_class.__name__  # which messages name
     RecordedServer.__name__ = method.server_class.__name__
