@@ -19,6 +19,7 @@ from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.fedavg.site import MODEL, FedAvgSiteHyper
 from medflare.methods.method import Method
 from medflare.testing import check_method, final_models
+from medflare.training.epochs import train_epochs
 
 NORM = MetaSpec[float]("update_norm", "length of the update", number(0))
 
@@ -227,6 +228,51 @@ class Misspelt(FedAvgSite[Any]):
         return None
 
 
+class Anchored(FedAvgSite[Any]):
+    """Keeps the model's own tensors as what it is to stay near."""
+
+    def fit(self, model: Any, optimizer: Any, round: int) -> float | None:
+        anchor = model.state_dict()
+
+        def stay_near() -> None:
+            for name, weight in model.named_parameters():
+                weight.grad += weight.detach() - anchor[name]
+
+        return train_epochs(model, optimizer, self.site, round, "model", gradient_hook=stay_near)
+
+
+class Penalized(FedAvgSite[Any]):
+    """The same in the loss, with the parameters."""
+
+    def round_loss(self, model: Any, *arguments: Any) -> Any:
+        anchor = [weight.detach() for weight in model.parameters()]
+
+        def loss(model: Any, images: Any, targets: Any) -> Any:
+            pairs = zip(model.parameters(), anchor, strict=True)
+            distance = sum(torch.nn.functional.mse_loss(*pair) for pair in pairs)
+            return self.site.loss(model(images), targets) + distance
+
+        return loss
+
+
+class Repeating(FedAvgSite[Any]):
+    """Draws the same numbers at every site and in every round."""
+
+    def fit(self, model: Any, *arguments: Any) -> float | None:
+        generator = torch.Generator().manual_seed(self.site.seed)
+        with torch.no_grad():
+            model.head.bias += 0.01 * torch.randn(model.head.bias.shape, generator=generator)
+        return super().fit(model, *arguments)
+
+
+class RepeatingServer(FedAvgServer[Any]):
+    """The same at the server, with NumPy."""
+
+    def aggregate_models(self, step: Any, replies: Any) -> None:
+        super().aggregate_models(step, replies)
+        self.memory.meta["drawn"] = np.random.default_rng(0).random()
+
+
 EXTRA = TensorSpec("extra", "for the tests", lambda plan: {"x": torch.empty(plan.task.outputs, 2)})
 HEAD = MetaSpec[Any]("head", "the head", listing(listing(number()), 100))
 BY_CLASS = MetaSpec[Any]("by_class", "images of each class", listing(number()))
@@ -327,6 +373,25 @@ class SeedingServer(FedAvgServer):
         (Reading, FedAvgServer, {"other test images"}, "models/global depends on test images"),
         (Visiting, FedAvgServer, {"two workers"}, r"test_kit\.VISITED changes during a run"),
         (Impersonal, FedAvgServer, {"plain loop"}, "site a has no model 'personal', which"),
+        (
+            Anchored,
+            FedAvgServer,
+            {"plain loop"},
+            r"weights of the model minus themselves .* copied_state\(model\) \(test_kit.py, line \d+, in stay_near",
+        ),
+        (
+            Penalized,
+            FedAvgServer,
+            {"plain loop"},
+            r"themselves .* \(test_kit.py, line .* in <genexpr",
+        ),
+        (Repeating, FedAvgServer, {"plain loop"}, r"with seed 1 .* use torch_generator.* in fit\)"),
+        (
+            FedAvgSite,
+            RepeatingServer,
+            {"plain loop"},
+            "with seed 0 has no keys.* in aggregate_models",
+        ),
         (
             Sending,
             FedAvgServer,

@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ from medflare.tasks.config import TaskConfig, load_task
 from medflare.testing.leaks import leak
 from medflare.testing.outside_memory import OutsideMemory
 from medflare.testing.unused import unused
+from medflare.testing.watched import WatchedTorch, keyed_generator
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
@@ -162,10 +164,11 @@ class _Record:
         return bool(repeated) and all(len(set(checksums)) == 1 for checksums in repeated)
 
     @contextmanager
-    def watched(self, party: str) -> Iterator[None]:
-        """A step of a party's algorithm."""
+    def watched(self, networks: dict[str, Any], party: str) -> Iterator[None]:
+        """A step of a party's algorithm, which has these networks."""
         before = _drawn_generators()
-        yield
+        with patch.object(np.random, "default_rng", keyed_generator), WatchedTorch(networks):
+            yield
         for library, state in _global_generators().items():
             if state != before[library]:
                 self.slip = self.slip or (
@@ -398,7 +401,7 @@ def _recorded(method: Method, record: _Record) -> Method:
     class Recorded(method.site_class):  # type: ignore[name-defined]
         def perform(self, phase: str, round: int, incoming: Message) -> Message:
             party = f"site {self.site.name} in {step_name(phase, round)}"
-            with record.watched(party):
+            with record.watched(self._networks, party):
                 reply = super().perform(phase, round, incoming)
             record.note(self, phase, incoming, reply)
             return reply
@@ -406,7 +409,7 @@ def _recorded(method: Method, record: _Record) -> Method:
     class RecordedServer(method.server_class):  # type: ignore[name-defined]
         def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
             noted = {site: record.noted(step.phase, reply) for site, reply in replies.items()}
-            with record.watched(f"the server after {step.phase!r}"):
+            with record.watched({}, f"the server after {step.phase!r}"):
                 super().aggregate(step, noted)
 
     Recorded.__name__ = method.site_class.__name__  # which messages name
