@@ -10,7 +10,7 @@ import torch
 from medflare.cli import main
 from medflare.core.hyper import param
 from medflare.core.message import Message
-from medflare.core.phases import extends, handles, phase
+from medflare.core.phases import asks, extends, handles, phase
 from medflare.core.settings import strict_dataclass
 from medflare.core.specs import MetaSpec, TensorSpec, listing, number
 from medflare.methods import catalogue
@@ -206,6 +206,20 @@ class Unasked(FedAvgSite[Any]):
     @phase(request=(MODEL,))
     def fisher(self, round: int, incoming: Message) -> Message:
         return Message()
+
+
+class Handling(FedAvgServer[Any]):
+    """Has a request and a handler for this phase, and no step."""
+
+    site_algorithm = Unasked
+
+    @asks(Unasked.fisher)
+    def request_fisher(self, step: Any, site: str) -> Message:
+        return self.request_of_model(step, site)
+
+    @handles(Unasked.fisher)
+    def take_fisher(self, step: Any, replies: Any) -> None:
+        self.memory.meta["replies"] = len(replies)
 
 
 class Leftover(FedAvgSite[Any]):
@@ -418,6 +432,7 @@ class SeedingServer(FedAvgServer):
             "a request of Asking differs from the plain loop's: .* belongs into `memory`",
         ),
         (Unasked, FedAvgServer, {"unused code"}, r"no step asks for phase 'fisher': add Step\.of"),
+        (Unasked, Handling, {"unused code"}, "no step asks for phase 'fisher'"),
         (Leftover, FedAvgServer, {"unused code"}, r"nothing uses Leftover\.deliver; leave it out"),
         (Former, FedAvgServer, {"unused code"}, r"nothing uses Former\.unprotected; leave it out"),
         (Misspelt, FedAvgServer, {"unused code"}, r"Misspelt\.fitt; is it to be 'fit'\?"),

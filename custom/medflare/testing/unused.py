@@ -38,7 +38,8 @@ def unused(method: Method, asked: Container[str]) -> str:
                         "leave it out"
                     )
     # Another module of the package may call a function.
-    used.update(_names_in(_modules_of(foreign)))
+    packages = {cls.__module__.partition(".")[0] for cls in foreign}
+    used.update(_names_in([name for name in sys.modules if name.partition(".")[0] in packages]))
     for cls in foreign:
         inherited = _names_of(cls)
         for name, value in vars(cls).items():
@@ -56,12 +57,6 @@ def unused(method: Method, asked: Container[str]) -> str:
     return ""
 
 
-def _modules_of(classes: list[type]) -> list[str]:
-    """The modules that are loaded of the packages of some classes."""
-    packages = {cls.__module__.partition(".")[0] for cls in classes}
-    return [name for name in sys.modules if name.partition(".")[0] in packages]
-
-
 def _is_foreign(cls: type) -> bool:
     """Whether a class is neither medflare's nor one that medflare's inherit from."""
     return cls.__module__.partition(".")[0] not in ("medflare", "builtins", "typing", "abc")
@@ -77,12 +72,16 @@ def _names_of(cls: type) -> set[str]:
 
 
 def _names_in(modules: Iterable[str]) -> Iterator[str]:
-    """The names that modules read, also as attributes and texts."""
+    """The names that modules read, also as attributes and texts; not in decorators, where a phase
+    has a request and a handler without being asked for.
+    """
     for module in modules:
         try:
             tree = ast.parse(inspect.getsource(sys.modules[module]))
         except (KeyError, OSError, TypeError):
             continue
+        for node in ast.walk(tree):
+            getattr(node, "decorator_list", []).clear()
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute):
                 yield node.attr
