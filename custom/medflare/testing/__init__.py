@@ -349,8 +349,8 @@ class _Kit:
     def _differs(self) -> str:
         changes = f"; {self._changed} changes during a run" if self._changed else ""
         return (
-            "differs from the plain loop's: what lasts from step to step belongs into `memory`, "
-            f"random numbers need keys{changes}"
+            "differs from the plain loop's: what lasts from step to step belongs into `memory`, a "
+            f"model's state as copied_state(model), and random numbers need keys{changes}"
         )
 
 
