@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from medflare.core.message import FinalModels, Message
     from medflare.core.phases import Phase, asks, extends, handles, phase
     from medflare.core.rng import torch_generator
-    from medflare.core.settings import strict_dataclass
+    from medflare.core.settings import STRICT, strict_dataclass
     from medflare.core.specs import MetaSpec, TensorSpec, count, listing, number, table, text
     from medflare.core.states import StateDict, blend, copy_state, weighted_mean
     from medflare.inference.deployed import build, plain_message
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         SiteHyper,
         Step,
     )
-    from medflare.methods.catalogue import build_deployed, get_method
+    from medflare.methods.catalogue import build_deployed, get_method, method_names
     from medflare.methods.fedavg.partial import PartialSite
     from medflare.methods.fedavg.personal import PersonalModel, PersonalSite
     from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
@@ -77,6 +77,7 @@ __all__ = [
     "MODEL",
     "N_SAMPLES",
     "SELECTED_ROUND",
+    "STRICT",
     "VALIDATION",
     "Aggregation",
     "Best",
@@ -129,6 +130,7 @@ __all__ = [
     "get_method",
     "handles",
     "listing",
+    "method_names",
     "number",
     "pack_optimizer",
     "param",
