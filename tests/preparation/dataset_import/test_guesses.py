@@ -1116,3 +1116,12 @@ def test_a_table_without_suffix_is_named(tmp_path: Path) -> None:
         f"metadata, as it has no suffix; if it is a table, give --table {tmp_path}/metadata" in text
     )
     assert "LICENSE" not in text
+
+
+def test_one_picture_beside_the_folder_of_the_classes_is_named(tmp_path: Path) -> None:
+    classes(tmp_path / "dataset")
+    picture(tmp_path / "logo.png")
+    text = error_of(tmp_path)
+    assert "logo.png lies beside the folder dataset" in text and "--leave-out logo.png" in text
+    report = imported(tmp_path, leave_out=("logo.png",))
+    assert [*report.dataset.labels.values()] == ["cat", "dog"]

@@ -68,6 +68,12 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: boo
             deeper[classes[0]].update(classes[1:])
     names = sorted_labels(inner)
     if len(names) < 2:
+        loose = [image for image, folders in below.items() if not folders]
+        if names and loose:
+            raise DataError(
+                f"{folder.root}: {folder.relative(loose[0])} lies beside the folder {names[0]}; "
+                f"give this folder, or leave the file out with --leave-out {loose[0].name}"
+            )
         above = [*folders_below(folder.root, common / "image"), *Path(shared_by_all).parts]
         raise _without_classes(folder, images, above, confirmed=confirmed)
     dataset = _by_inner_folders(folder, below, inner, confirmed=confirmed)
