@@ -139,7 +139,8 @@ def test_every_site_says_at_once_what_it_lacks(eyes: Path) -> None:
     assert "ODsegSoftmap.png: a structure's own mask holds 64, 128, 191, 255" in text
     assert "data init --threshold 128" in text
     without = error_of(eyes, site_folders=True, threshold=191)
-    assert "no mask of lesions (if the image does not show it, --empty-masks" in without
+    assert "no mask of lesions; complete them, --skip, or --empty-masks" in without
+    assert "--structure NAME for each" in without
     text = imported(eyes, site_folders=True, threshold=191, empty_masks=True).render()
     assert "give data init --structure NAME=OTHER,... for each that you use" in text
 
@@ -159,7 +160,7 @@ def test_images_without_a_mask_show_nothing(tmp_path: Path) -> None:
         picture(tmp_path / "raw" / f"{n}.png", 60 + n)
         if n < 5:
             mask(tmp_path / "raw" / f"{n}_mask.png")
-    assert "5.png: no mask (--empty-masks if it shows no structure)" in error_of(tmp_path)
+    assert "5.png: no mask; complete them, --skip, or --empty-masks" in error_of(tmp_path)
     imported(tmp_path, empty_masks=True)
     shown = [bool(target.any()) for target in targets_of(tmp_path / "out", task_of("foreground"))]
     assert sorted(shown) == [False] * 3 + [True] * 5

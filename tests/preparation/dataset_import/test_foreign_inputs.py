@@ -1205,10 +1205,7 @@ def test_shifted_numbers_of_masks_are_suspected(tmp_path: Path) -> None:
         picture(tmp_path / "images" / f"img_{number + 1:02}.png", number)
         mask(tmp_path / "masks" / f"mask_{number:02}.png")
     text = error_of(tmp_path)
-    assert (
-        "img_10.png: no mask (--empty-masks if it shows no structure); the last: masks/mask_00.png: a mask without an image"
-        in text
-    )
+    assert "img_10.png: no mask; the last: masks/mask_00.png: a mask without an image" in text
     assert "if the numbers of masks and images are shifted, rename them" in text
 
 

@@ -1125,3 +1125,19 @@ def test_one_picture_beside_the_folder_of_the_classes_is_named(tmp_path: Path) -
     assert "logo.png lies beside the folder dataset" in text and "--leave-out logo.png" in text
     report = imported(tmp_path, leave_out=("logo.png",))
     assert [*report.dataset.labels.values()] == ["cat", "dog"]
+
+
+def test_a_table_in_the_folder_of_a_split_is_no_list_of_a_split(tmp_path: Path) -> None:
+    """As HC18's test_set_pixel_size.csv."""
+    for split in ("training_set", "test_set"):
+        names = []
+        for number in range(6):
+            names.append(
+                picture(tmp_path / split / f"{split[:4]}{number}_HC.png", 60 + number).name
+            )
+            mask(tmp_path / split / f"{split[:4]}{number}_HC_Annotation.png")
+        sizes = [(name, number / 10) for number, name in enumerate(names)]
+        table(tmp_path / f"{split}_pixel_size.csv", ("filename", "pixel size(mm)"), *sizes)
+    report = imported(tmp_path)
+    assert {item.split for item in report.sites[""]} == {"training", "validation", "test"}
+    assert "csv: ;" not in report.render() and "csv: )" not in report.render()

@@ -181,7 +181,7 @@ def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> D
         )
     if missing and not (options.skip and dataset.items):
         listed = len(missing) + len(dataset.items)
-        remedy = "no image is left" if options.skip else "complete them, or --skip"
+        remedy = _remedy_of_missing(missing[0], options)
         if missing[-1].endswith(WITHOUT_IMAGE) and not missing[0].endswith(WITHOUT_IMAGE):
             remedy = (
                 f"the last: {missing[-1]}; if the numbers of masks and images are shifted, rename "
@@ -205,6 +205,18 @@ def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> D
     if out is None:
         _refuse_links(dataset.items, root)
     return dataset
+
+
+def _remedy_of_missing(line: str, options: ImportOptions) -> str:
+    """What helps where images lack a mask or a label; `line`: the first of them."""
+    if options.skip:
+        return "no image is left"
+    remedy = "complete them, or --skip"
+    if ": no mask" in line:
+        remedy = "complete them, --skip, or --empty-masks if they show no structure"
+    if ": no mask of " in line:
+        remedy += "; to use other structures alone, --structure NAME for each"
+    return remedy
 
 
 def _check_pictures(item: Item) -> None:

@@ -257,9 +257,10 @@ def _described_by(
                 raise
             table.problem = error
             continue
-        if read:
+        if read is not None:
             table.problem = None
-            dataset = replace(dataset, items=tuple(items), layout=f"{dataset.layout}; {read}")
+            layout = "; ".join(filter(None, (dataset.layout, read)))
+            dataset = replace(dataset, items=tuple(items), layout=layout)
     return dataset
 
 

@@ -356,7 +356,7 @@ def _line_without_mask(folder: ImageFolder, image: Path) -> str:
     """An image without a mask, and why: none has its name, or several have."""
     fitting = _fitting_masks(folder, image)
     if len(fitting) < 2:
-        return f"{name_of_image(folder, image)}: no mask (--empty-masks if it shows no structure)"
+        return f"{name_of_image(folder, image)}: no mask"
     return (
         f"{name_of_image(folder, image)}: {folder.both(*fitting[:2])} can be its mask (give "
         "--site-folders if the folders are sites, or a table with --mask-column, and a column for "

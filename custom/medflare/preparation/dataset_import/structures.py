@@ -129,11 +129,7 @@ def _of_structures(
                 masks[structure] = path_of_mask(image, f"no_{structure}")
                 written[masks[structure]] = partial(empty_mask, image)
         elif lacking:
-            incomplete.append(
-                f"{name_of_image(folder, image)}: no mask of {lacking[0]} (if the "
-                "image does not show it, --empty-masks; to use others alone, --structure NAME for "
-                "each)"
-            )
+            incomplete.append(f"{name_of_image(folder, image)}: no mask of {lacking[0]}")
             continue
         of_image = [masks[structure] for structure in structures]
         label = of_image if len(of_image) > 1 else of_image[0]

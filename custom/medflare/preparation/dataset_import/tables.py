@@ -452,12 +452,13 @@ def _without_wrong_ages(table: ImageTable, used: UsedColumns) -> list[str]:
 
 def described(
     items: Sequence[Item], table: ImageTable, options: ImportOptions
-) -> tuple[list[Item], str]:
+) -> tuple[list[Item], str | None]:
     """The images with what a table without labels says of them, as participants.tsv of BIDS: their
     patients, sites, splits, sex, age and scanner.
 
     Returns:
-        The images, and the columns that were read, in words, "" for none.
+        The images, and the columns that were read, in words; "" if only the name of the table says
+        something, None if nothing does.
 
     Raises:
         DataError: two rows that say different things of an image, or as of `read_tables`.
@@ -470,7 +471,7 @@ def described(
     read = {name: used[name][0] for name in named if used[name]}
     of_table = "" if redraw or used["split"] else table.split
     if not (read or of_table) or not used["image"]:
-        return [*items], ""
+        return [*items], None
     cells_of: dict[Path, dict[str, str]] = {}
     for line, row in zip(frame.index, frame.to_dict("records"), strict=True):
         cells = {name: row[column] for name, column in read.items()}
