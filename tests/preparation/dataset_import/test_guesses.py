@@ -1111,11 +1111,12 @@ def test_a_table_without_suffix_is_named(tmp_path: Path) -> None:
     pairs(tmp_path)
     (tmp_path / "LICENSE").write_text("Do, with it, what you want.\nAll of it.\n")
     (tmp_path / "metadata").write_text("lesion,image,dx\n1,a,nv\n")
+    (tmp_path / "IM000005").write_bytes(b"\0,,\n,,\n")
     text = imported(tmp_path).render()
     assert (
         f"metadata, as it has no suffix; if it is a table, give --table {tmp_path}/metadata" in text
     )
-    assert "LICENSE" not in text
+    assert "LICENSE" not in text and "IM000005" not in text
 
 
 def test_one_picture_beside_the_folder_of_the_classes_is_named(tmp_path: Path) -> None:

@@ -309,10 +309,13 @@ def _not_read(files: Iterable[Path], root: Path) -> list[str]:
 
 
 def _may_be_table(file: Path) -> bool:
-    """Whether the first two lines of a file have the same number of commas or tabs, two or more."""
+    """Whether the first two lines of a text file have the same number of commas or tabs, two or
+    more.
+    """
     with file.open("rb") as opened:
         first, second = opened.readline(_LINE), opened.readline(_LINE)
-    return any(first.count(sign) == second.count(sign) > 1 for sign in (b",", b"\t"))
+    is_text = b"\0" not in first + second
+    return is_text and any(first.count(sign) == second.count(sign) > 1 for sign in (b",", b"\t"))
 
 
 LeftOut = dict[str, list[str]]  # why folders are left out -> their names
