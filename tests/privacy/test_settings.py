@@ -313,16 +313,13 @@ def test_compiled_networks_are_refused() -> None:
         privacy.check_private_site(site, privacy.PrivacyHyper(dp_noise=1.0))
 
 
-@pytest.mark.parametrize(("name", "works"), [("UNet", True), ("SegResNet", False)])
-def test_gradients_of_a_monai_network_are_checked_before_training(name: str, works: bool) -> None:
+@pytest.mark.parametrize("name", ["UNet", "SegResNet"])
+def test_monai_networks_get_each_image_alone(name: str) -> None:
+    """Also one whose activations change their input in place."""
     own = {
         "UNet": {"channels": [4, 8], "strides": [2]},
         "SegResNet": {"blocks_down": [1, 1], "blocks_up": [1]},
     }[name]
     task = tiny_phantom(network={"name": name, **own})
-    if works:
-        results = medflare.run_local("fedavg", task, 2, rounds=1, seed=0, dp_noise=1.0)
-        assert results["status"] == "COMPLETED"
-        return
-    with pytest.raises(ConfigError, match=f"dp_noise: network {name} cannot be trained"):
-        medflare.run_local("fedavg", task, 2, rounds=1, seed=0, dp_noise=1.0)
+    results = medflare.run_local("fedavg", task, 2, rounds=1, seed=0, dp_noise=1.0)
+    assert results["status"] == "COMPLETED"

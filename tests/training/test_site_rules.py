@@ -104,6 +104,7 @@ def test_usual_weights_for_a_rare_class_are_allowed(task: TaskConfig) -> None:
         {"name": "sgd", "momentum": 0.9, "dampening": 0.99},
         {"name": "sgd", "momentum": 1000.0},
         {"name": "sgd", "weight_decay": 100.0},
+        {"name": "sgd", "weight_decay": 200.0},  # 1 / lr in the first round of a warm-up
         {"name": "adamw", "weight_decay": 99.0, "betas": [0.0, 0.999]},
         {"name": "Adagrad", "lr_decay": 1e9},
         {"name": "RMSprop", "momentum": 1000.0},
@@ -112,8 +113,8 @@ def test_usual_weights_for_a_rare_class_are_allowed(task: TaskConfig) -> None:
 def test_an_optimizer_does_not_make_a_model_of_one_step(arguments: dict[str, Any]) -> None:
     task = replace(TASK, optimizer={"lr": 0.01, **arguments}, batch_size=1)
     assert "and optimizer" in problem(site_of([0, 1, 2] * 10, task))
-    assert not problem(site_of([0, 1, 2] * 10, replace(task, batch_size=5)))
-    assert not problem(site_of([0, 1, 2] * 10, replace(task, accumulate=5)))
+    last_alone = replace(task, accumulate=29)  # the last of an epoch's steps has one of 30 images
+    assert problem(site_of([0, 1, 2] * 10, last_alone))
 
 
 @pytest.mark.parametrize("name", sorted(optimizers._usable()))
@@ -311,11 +312,15 @@ def test_an_augmentation_does_not_leave_one_patient_alone() -> None:
     darken = {"name": "RandScaleIntensity", "prob": 1, "factors": [-0.9999, -0.9999]}
     round_off = {"name": "RandScaleIntensity", "prob": 1, "factors": [-0.9, -0.9]}
     task = replace(TASK, augment=(*[darken] * 11, round_off))
-    for lit in (1, 4, 5):
+    noise = {"name": "RandGaussianNoise", "prob": 1, "std": 0.05}
+    for lit in (1, 4, 5, 35, 36):
         site = site_of([0, 1] * 20, task)
         assert isinstance(site.data.train.images, torch.Tensor)
         site.data.train.images[lit:] *= 0.6
-        assert ("wider range" in problem(site)) == (lit < 5)
+        assert ("wider range" in problem(site)) == (lit < 36), "chance may hide others in training"
+        noisy = site_of([0, 1] * 20, replace(task, augment=(*task.augment, noise)))
+        noisy.data = site.data
+        assert "wider range" in problem(noisy), "noise is no contrast"
         assert not problem(site, minimum=0)
 
 

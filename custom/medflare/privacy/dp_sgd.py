@@ -4,8 +4,9 @@ needs `medflare[privacy]`.
     g_t <- (Σ_{i in B_t} g_t(x_i) min(1, C / ||g_t(x_i)||_2) + N(0, σ² C² I)) / L
 
 B_t holds every patient with probability q, by one image each, and L = q · patients is its expected
-size. Opacus gives the gradient of every image and the accountant. Noise and samples come from
-NumPy's generator: PyTorch's takes 32 bits of a seed on the CPU, few enough to try them all.
+size. The network gets each image alone; Opacus clips the gradients and has the accountant. Noise
+and samples come from NumPy's generator: PyTorch's takes 32 bits of a seed on the CPU, few enough to
+try them all.
 """
 
 import logging
@@ -16,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from opacus import GradSampleModule
 from opacus.accountants import RDPAccountant
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
@@ -80,56 +80,25 @@ class NoisyOptimizer(DPOptimizer):
 
 
 def check_gradients(network: FeatureNetwork, images: Tensor) -> None:
-    """Raises ConfigError for a layer that Opacus does not support, that changes its input in place,
-    that keeps numbers of the images in a buffer, where no noise is added, that mixes the images of
-    a batch, or that the network itself freezes (`TaskConfig.freeze` comes later, in the training).
+    """Raises ConfigError for a network of which an image alone has no gradients.
 
-    Tries gradients of each image with noise of the shape of `images` (2, C, ...); the network must
-    not be used afterwards.
+    Tries noise of the shape of `images` (N, C, ...); the network must not be used afterwards.
     """
-    buffers = {path: buffer.clone() for path, buffer in network.named_buffers()}
+    parameters = [weight for weight in network.parameters() if weight.requires_grad]
+
+    def sum_of_output(model: nn.Module, image: Tensor, _: Tensor) -> Tensor:
+        return model(image).sum()
+
     try:
-        hooks = GradSampleModule(network, loss_reduction="mean")
-        with seeded(0, "check gradients"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Full backward hook is firing")
-            hooks(torch.rand_like(images)).sum().backward()
-        for path, buffer in network.named_buffers():
-            if not torch.equal(buffer, buffers[path]):
-                raise ValueError(f"buffer {path} changes with the images")
-        for path, weight in network.named_parameters():
-            if not weight.requires_grad:
-                raise ValueError(f"{path} is frozen")
-            if getattr(weight, "grad_sample", None) is None:
-                raise ValueError(f"{path} has no part in the output")
-        _check_independent(network, images)
+        with seeded(0, "check gradients"):
+            noise = torch.rand_like(images)
+            _note_gradients(network, parameters, sum_of_output, noise, noise)
     except (NotImplementedError, RuntimeError, ValueError, AttributeError, TypeError) as error:
         name = network.settings["spec"]["name"]
         raise ConfigError(
-            f"dp_noise: network {name} cannot be trained with DP-SGD ({one_line(error)}); "
-            "choose an activation that changes nothing in place, or take unet, small_cnn or vgg11"
+            f"dp_noise: network {name} cannot be trained with DP-SGD, which gives it each image "
+            f"alone ({one_line(error)}); take unet, small_cnn or vgg11"
         ) from error
-
-
-@torch.no_grad()
-def _check_independent(network: FeatureNetwork, images: Tensor) -> None:
-    """Raises ValueError if the output of an image changes with the other one of its batch, as with
-    a softmax over the batch: then no gradient is of one patient.
-
-    With random weights, since a start may be 0, and noise, also of large numbers, of the shape of
-    `images` (2, C, ...).
-    """
-    with seeded(0, "weights"):
-        for weight in network.parameters():
-            weight.normal_(0.0, 0.1)
-        noise = torch.rand_like(images)
-    for scale in (1.0, 1000.0):
-        first, second = scale * noise
-        outputs = []
-        for other in (second, -second):
-            with seeded(0, "dropout"):
-                outputs.append(network(torch.stack([first, other]))[0])
-        if not torch.equal(*outputs):
-            raise ValueError("it mixes the images of a batch")
 
 
 def train_dp_sgd(
@@ -144,7 +113,7 @@ def train_dp_sgd(
     """Trains `model` in place for the steps of `release`.
 
     Args:
-        model: without layers that mix the images of a batch (`settings.check_private`).
+        model: gets each image alone.
         release: noise σ, sampling rate q and number of steps.
         clip: C, the largest norm of one patient's gradient.
         random: the source of samples, augmentation, dropout and noise.
@@ -152,33 +121,49 @@ def train_dp_sgd(
             model's output.
     """
     model.train()
-    expected = release.rate * training_patients(site)
-    hooks = GradSampleModule(model, loss_reduction="mean")
     noisy = NoisyOptimizer(
         optimizer,
         random,
         noise_multiplier=release.noise,
         max_grad_norm=clip,
-        expected_batch_size=expected,
+        expected_batch_size=release.rate * training_patients(site),
     )
+
+    def of_batch(network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
+        return site.loss(network(images), targets)
+
     try:
-        with seeded(int(random.integers(2**62)), "dropout"), warnings.catch_warnings():
-            # Expected of the first layer:
-            warnings.filterwarnings("ignore", "Full backward hook is firing")
+        with seeded(int(random.integers(2**62)), "dropout"):
             for images, targets, _ in drawn_patients(site, release.rate, release.steps, random):
                 noisy.zero_grad(set_to_none=True)
-                if not len(images):  # no patient was drawn: the step is noise alone
-                    for parameter in noisy.params:
-                        parameter.grad_sample = parameter.new_zeros((0, *parameter.shape))
-                elif loss is None:
-                    site.loss(model(images), targets).backward()
-                else:
-                    loss(model, images, targets).backward()
+                _note_gradients(model, noisy.params, loss or of_batch, images, targets)
                 noisy.step()
     finally:
         noisy.zero_grad(set_to_none=True)
-        hooks.remove_hooks()
-        hooks.del_grad_sample()
+        for parameter in noisy.params:
+            vars(parameter).pop("grad_sample", None)
+
+
+def _note_gradients(
+    model: nn.Module, parameters: list[nn.Parameter], loss: Loss, images: Tensor, targets: Tensor
+) -> None:
+    """Sets every parameter's `grad_sample` (images, *shape), which Opacus clips.
+
+    The network gets each image alone: whatever its layers do, none can mix two. Buffers are set
+    back, as no noise is added to what they keep of an image.
+    """
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    samples = [weight.new_zeros((len(images), *weight.shape)) for weight in parameters]
+    for row, (image, target) in enumerate(zip(images, targets, strict=True)):
+        value = loss(model, image[None], target[None])
+        gradients = torch.autograd.grad(value, parameters, allow_unused=True)
+        for sample, gradient in zip(samples, gradients, strict=True):
+            if gradient is not None:
+                sample[row] = gradient
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+    for weight, sample in zip(parameters, samples, strict=True):
+        weight.grad_sample = sample  # type: ignore[attr-defined]
 
 
 def drawn_patients(

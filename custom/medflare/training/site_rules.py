@@ -21,6 +21,7 @@ from medflare.data.datalist import SPLITS
 from medflare.data.loading import Batch, SiteData
 from medflare.data.local import PLACE, Bounds
 from medflare.data.targets import counts_by_image
+from medflare.data.transforms import resized
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.loss_weights import image_weights, loss_weights
 from medflare.tasks.optimizers import build_optimizer
@@ -90,8 +91,8 @@ def check_selection(
     patients = len(set(data.train.patients))
     enough = patients >= minimum_patients
     if enough and minimum_patients > 1:
-        # At most one patient an image of a step.
-        in_steps = weighty_steps(task, 2 * minimum_patients) * task.batch_size * task.accumulate
+        # A step may be of one image, the last of an epoch, whatever the task's batches.
+        in_steps = weighty_steps(task, 2 * minimum_patients)
         weighty = min(weighty_patients(task, data, minimum_patients), in_steps)
         enough = weighty >= _most_of(minimum_patients)
     if not enough:
@@ -109,26 +110,38 @@ def check_contrast(site: Site, minimum_patients: int) -> None:
     if minimum_patients < 2:
         return
     train = site.data.train
-    for image_of in (train.image, partial(_augmented, site)):
-        if contrasted_patients(train.patients, image_of) < _most_of(minimum_patients):
-            raise ConfigError(
-                f"site {site.name} does not train, and sends no model: the task's intensity "
-                "transform or augmentation makes the training images plain but those of fewer "
-                f"patients than its minimum_patients ({minimum_patients}); give the transforms a "
-                "wider range"
-            )
+    shown = contrasted_patients(train.patients, train.image)
+    augmented = contrasted_patients(train.patients, partial(_augmented, site))
+    # Chance decides in training anew: an augmentation that hides some here may hide all but one.
+    if 0 < shown < _most_of(minimum_patients) or augmented < _MOST * shown:
+        raise ConfigError(
+            f"site {site.name} does not train, and sends no model: the task's intensity "
+            "transform or augmentation makes the training images plain but those of fewer "
+            f"patients than its minimum_patients ({minimum_patients}); give the transforms a "
+            "wider range"
+        )
 
 
 def _augmented(site: Site, row: int) -> Tensor:
-    """A training image after the task's augmentation, with random numbers of its row."""
+    """What the task's augmentation leaves of a training image, in the size of a patch: the
+    difference to a plain one with the same random numbers, so that noise is no contrast.
+    """
     image, target = site.data.train[row]
-    batch = Batch(image[None], target[None], torch.tensor([row]))
-    return site.augmented(batch, np.random.RandomState(row)).images[0]
+    size = site.task.size
+    if image.shape[1:] != size:  # the augmentation is made for patches
+        image = resized(image[None], size)[0]
+        target = target.new_zeros((*target.shape[: -len(size)], *size))
+    plain = torch.zeros_like(image) + image.mean()
+    results = []
+    for picture in (image, plain):
+        batch = Batch(picture[None], target[None], torch.tensor([row]))
+        results.append(site.augmented(batch, np.random.RandomState(row)).images[0])
+    return results[0] - results[1]
 
 
 def contrasted_patients(patients: Sequence[str], image_of: Callable[[int], Tensor]) -> int:
     """The number of patients whose image, as the network gets it, has a standard deviation of at
-    least 0.01 of the largest one; all patients if each image is plain.
+    least 0.01 of the largest one; 0 if each image is plain.
 
     Of several images of a patient the middle one counts: the first and last slices of a volume may
     be empty. If all these are plain, every image counts.
@@ -138,7 +151,7 @@ def contrasted_patients(patients: Sequence[str], image_of: Callable[[int], Tenso
     if not any(deviations):
         deviations = [max(_deviation(image_of(row)) for row in own) for own in rows.values()]
     least = _LEAST_CONTRAST * max(deviations, default=0.0)
-    return sum(deviation >= least for deviation in deviations)
+    return sum(deviation >= least > 0 for deviation in deviations)
 
 
 def _deviation(image: Tensor) -> float:
@@ -194,6 +207,8 @@ def weighty_steps(task: TaskConfig, steps: int) -> int:
     torch with their usual arguments half the steps or more; one with `dampening=1` of SGD, where
     the first step's gradient alone counts, or with a weight decay of 1 / lr, where the last does.
     """
+    if task.optimizer["lr"] * task.optimizer.get("weight_decay", 0.0) >= 1:
+        return 0  # with the schedule's factor it may be 1 in some round
     with_gradients = _after_steps(task, torch.eye(steps, dtype=torch.float64))
     without = _after_steps(task, torch.zeros(steps, steps, dtype=torch.float64))
     return _weighty((with_gradients - without).abs().tolist())
