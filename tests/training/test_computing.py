@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor
 
 from helpers.fixture_types import SiteOf, TaskOf
 from helpers.small_tasks import INSTANCE_UNET, small_task
@@ -114,6 +115,7 @@ def test_a_compiled_network_is_the_same_network(
     assert compiled
     folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     assert folder.stat().st_mode & 0o777 == 0o700 and folder.name.startswith("medflare-compiled-")
+    assert not inductor.cpp_cache_precompile_headers, "they are in a folder of a known name"
 
 
 def test_a_gpu_without_bf16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -324,6 +324,16 @@ def test_an_augmentation_does_not_leave_one_patient_alone() -> None:
         assert not problem(site, minimum=0)
 
 
+def test_an_augmentation_of_patches_is_tried_on_their_size() -> None:
+    """RandRotate90 keeps the size of a square patch, not of the whole image."""
+    turned = {"name": "RandRotate90", "prob": 1.0}
+    task = replace(TASK, augment=(turned,), size=(16, 16))
+    site = site_of([0, 1] * 10, task)
+    wide = torch.rand(20, 1, 16, 24, generator=torch.Generator().manual_seed(0))
+    site.data = replace(site.data, train=replace(site.data.train, images=wide))
+    assert not problem(site)
+
+
 def test_a_class_without_weight_is_not_told_from_a_class_of_few() -> None:
     """The site opens, and has one line for no patient and for few."""
     task = weighted(0, 0, 1)

@@ -76,8 +76,11 @@ def compile_apart() -> None:
     """Have torch keep what it compiles in a folder of this process: else it loads, also by pickle,
     what another account has put into a folder of a known name.
     """
+    from torch._inductor import config as inductor_config
+
     folder = tempfile.mkdtemp(prefix="medflare-compiled-")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    inductor_config.cpp_cache_precompile_headers = False  # they would be in that other folder
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
