@@ -11,7 +11,7 @@ from PIL import Image
 
 from helpers.downloaded_folders import classes, mask, pairs, picture, table
 from helpers.forked_trial import fork_trials
-from helpers.volume_sites import cube_task, dicom_series, write
+from helpers.volume_sites import change, cube_task, dicom_series, enhanced_series, write
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.datalist import DatalistItem
 from medflare.data.reading import Stored
@@ -309,6 +309,18 @@ def test_files_that_are_not_masks_are_errors(tmp_path: Path) -> None:
     import_folder(empty)
     with pytest.raises(DataError, match="10 masks"):
         propose(empty, TaskHints())
+
+
+def test_frames_without_positions_are_pictures(tmp_path: Path) -> None:
+    """A film of ultrasound; frames at several heights are a volume."""
+    for heights, dims in (((30, 30, 30, 30), 2), ((30, 32, 34, 36), 3)):
+        root = tmp_path / str(dims)
+        for number in range(10):
+            folder = root / "ab"[number % 2]
+            enhanced_series(folder / f"{number}.dcm", heights=heights)
+            change(folder, [number], PatientID=f"p{number}", SeriesInstanceUID=f"1.2.{number}")
+        import_folder(root)
+        assert summarise(root, TaskHints()).settings["spatial_dims"] == dims
 
 
 def test_sites_with_different_labels_are_errors(tmp_path: Path) -> None:

@@ -472,9 +472,10 @@ def _stored_shape(entry: DatalistItem) -> tuple[int, int]:
             shape = nibabel.load(entry.image).shape
         channels = max(shape[3:], default=1)
         return channels, sum(side > 1 for side in shape[:3])
-    array = read_stored(entry.image).array
+    stored = read_stored(entry.image)
+    array = stored.array
     channels = 1 if (array == array[:1]).all() else len(array)
-    return channels, array.ndim - 1
+    return channels, 2 if stored.grid is None else array.ndim - 1  # frames of DICOM lack positions
 
 
 def _modality(sites: Fingerprints, summary: DatasetSummary, hints: TaskHints) -> Choice:
