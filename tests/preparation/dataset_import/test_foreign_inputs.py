@@ -83,6 +83,23 @@ def test_a_table_that_cannot_describe_the_images_is_noted(tmp_path: Path) -> Non
     assert "hospital" in error_of(tmp_path, **options)
 
 
+@pytest.mark.parametrize("options", [{}, {"columns": Columns(label="tumor")}])
+def test_names_that_several_columns_compose_are_to_be_written(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Camelyon17-WILDS, whose table begins with the index of pandas."""
+    lines = []
+    for number in NUMBERS:
+        picture(tmp_path / f"p/patch_{number % 5:03}_x_{33 * number}.png", number)
+        lines.append((number, f"{number % 5:03}", 33 * number, number % 2, number // 5))
+    header = ("", "patient", "x_coord", "tumor", "node")
+    table(tmp_path / "metadata.csv", header, *lines)
+    text = error_of(tmp_path, **options)
+    assert "metadata.csv names no image of the folder, as '000' in column patient" in text
+    assert "write the names of images in a column image, as patch_000_x_0.png" in text
+    assert "unnamed" not in text
+
+
 # -- tables that name files in other ways ----------------------------------------------------------
 
 
@@ -992,7 +1009,7 @@ def test_photographs_that_are_turned_without_their_masks_are_noted(tmp_path: Pat
     ("header", "row", "problem"),
     [
         (("ID", "Label"), "x{n}_bleeding,1", "write a row for each image, and a column for each"),
-        (("", "patient"), "{n},7", "in column unnamed 1; write the names of images in a column"),
+        (("", "patient"), "{n},7", "in column patient; write the names of images in a column"),
         (("study{n}/", "0"), "study{n}/,1", "its first line names an image"),
         (
             ("image", "rle"),

@@ -12,7 +12,12 @@ import pandas as pd
 from medflare.core.errors import DataError
 from medflare.core.settings import no_such
 from medflare.data.reading import image_suffixes, suffix
-from medflare.preparation.dataset_import.frames import SAMPLED_ROWS, clean_text, table_columns
+from medflare.preparation.dataset_import.frames import (
+    SAMPLED_ROWS,
+    clean_text,
+    named_columns,
+    table_columns,
+)
 from medflare.preparation.dataset_import.image_table import ImageTable, is_path
 from medflare.preparation.dataset_import.names import PATIENT, WORDS, number_of, split_name, words
 from medflare.preparation.dataset_import.options import Columns
@@ -61,7 +66,7 @@ def used_columns(table: ImageTable, columns: Columns, kind: str) -> UsedColumns:
         if not listed:
             of_files = [column for column in frame if _names_files(frame[column])]
             masks = [column for column in of_files if column not in used["image"]]
-            choice = f"give --{name}-column, one of {', '.join(frame)}"
+            choice = f"give --{name}-column, one of {', '.join(named_columns(frame))}"
             if masks and name != "image":
                 choice = f"give --mask-column, of {', '.join(masks)}, or --label-column"
             choice = _names_below(frame) or choice

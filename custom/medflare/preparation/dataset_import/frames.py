@@ -21,6 +21,7 @@ from medflare.preparation.dataset_import.folders import WORKBOOK
 from medflare.preparation.dataset_import.names import composed
 
 _COLUMNS = 2000  # most of a sheet of Excel
+_UNNAMED = "unnamed "  # with its number, the name of a column without one
 SAMPLED_ROWS = 20  # rows by which columns and separators are recognized
 
 
@@ -186,7 +187,7 @@ def _header_and_rows(
     for number, name in enumerate(header):
         if name in header[:number] and name:
             raise ValueError(f"two columns are called {name!r}; rename one")
-        header[number] = name or f"unnamed {number + 1}"
+        header[number] = name or f"{_UNNAMED}{number + 1}"
     return header, rows
 
 
@@ -214,6 +215,11 @@ def _rows_alike(lines: Sequence[str], separator: str) -> tuple[int, int]:
     reader = csv.reader(lines[:SAMPLED_ROWS], delimiter=separator, skipinitialspace=True)
     widths = Counter(len(cells) for cells in reader if len(cells) > 1)
     return max(((rows, width) for width, rows in widths.items()), default=(0, 0))
+
+
+def named_columns(frame: pd.DataFrame) -> list[str]:
+    """The columns with a name, which the index that pandas writes lacks."""
+    return [name for name in frame if not name.startswith(_UNNAMED)]
 
 
 def clean_text(text: str) -> str:

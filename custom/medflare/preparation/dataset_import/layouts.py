@@ -127,7 +127,10 @@ def _by_tables(
 ) -> Dataset:
     """The images by tables, with what the others say of them."""
     _refuse_part(folder, tables, others)
-    dataset = read_tables(tables, options)
+    try:
+        dataset = read_tables(tables, options)
+    except ColumnError as error:
+        raise tables[0].problem or error from None  # that it names no image, if so
     for table in _related((*tables, *others)):
         if {*dataset.labelled_by} <= {*table.header}:
             raise DataError(f"{table.problem}, or choose one table with --table")

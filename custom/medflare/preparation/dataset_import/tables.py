@@ -29,7 +29,11 @@ from medflare.preparation.dataset_import.folders import (
     prefixed,
     split_above,
 )
-from medflare.preparation.dataset_import.frames import SAMPLED_ROWS, UnrelatedTableError
+from medflare.preparation.dataset_import.frames import (
+    SAMPLED_ROWS,
+    UnrelatedTableError,
+    named_columns,
+)
 from medflare.preparation.dataset_import.image_table import ImageTable, is_path
 from medflare.preparation.dataset_import.names import (
     SPLIT_WORDS,
@@ -536,7 +540,7 @@ def check_table(table: ImageTable, columns: Columns, kind: str) -> None:
     patients += [columns.image] if columns.image in frame else []
     named = any(table.named_by(frame[name]) for name in frame)
     if not named and not any(map(table.names_patients, [*patients, *key_columns(frame)])):
-        names = usual_columns(WORDS["column"]["image"], list(frame)) or list(frame)
+        names = usual_columns(WORDS["column"]["image"], list(frame)) or named_columns(frame)
         location = f"{folder.relative(table.path)} column {names[0]}"
         for cell in frame[names[0]].head(SAMPLED_ROWS):
             table.image(cell, location)  # raises if it can be several
@@ -544,7 +548,7 @@ def check_table(table: ImageTable, columns: Columns, kind: str) -> None:
         remedy = "correct the names, or give --image-column"
         if table.named_by(frame[names[0]].str.rpartition("_")[0]):
             remedy = "write a row for each image, and a column for each finding"
-        elif names == list(frame):
+        elif names == named_columns(frame):
             remedy = f"write the names of images in a column image, as {folder.images[0].name}"
         raise kind_of_error(
             f"{folder.relative(table.path)} names no image of the folder, as "
