@@ -596,6 +596,13 @@ def test_versions_and_copies_of_an_image_are_refused(tmp_path: Path) -> None:
     (tmp_path / "datalist.json").unlink()
     text = error_of(tmp_path)
     assert "Images/0.png and Images_Cropped/0.png seem to be versions of one picture" in text
+    formats = tmp_path / "formats"
+    files(formats, "PNG/Original/{n}.png", "PNG/Ground Truth/{n}.png*")
+    files(formats, "TIF/Original/{n}.tif", "TIF/Ground Truth/{n}.tif*")
+    assert "0.tif seem to be versions of one picture; give the folder" in error_of(formats)
+    masked = tmp_path / "masked"
+    files(masked, "jpg/{n}.jpg", "png/{n}.png*")
+    assert "give --kind segmentation if they are masks" in error_of(masked)
     structures = tmp_path / "structures"
     files(structures, "original/{n}.png", "disc/{n}.png*", "cup/{n}.png*")
     assert "give --kind segmentation if they are masks" in error_of(structures)
@@ -603,6 +610,23 @@ def test_versions_and_copies_of_an_image_are_refused(tmp_path: Path) -> None:
     files(copied, "imagesTr/p{n}_0000.nii.gz", "labelsTr/p{n}.nii.gz*")
     shutil.copy(copied / "imagesTr/p3_0000.nii.gz", copied / "imagesTr/p3_0000.nii")
     assert "seem to be one image twice; take one out" in error_of(copied)
+
+
+def test_a_data_set_that_is_divided_in_two_ways_is_refused(tmp_path: Path) -> None:
+    """RIM-ONE DL: the true answer to a question about its folders would double every image."""
+    for number in NUMBERS:
+        pixels = np.random.default_rng(number).integers(0, 255, (16, 16), np.uint8)
+        for way, split in (("by_hospital", number < 5), ("randomly", number % 3)):
+            folder = tmp_path / way / ("train" if split else "test") / "ab"[number % 2]
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(folder / f"{number}.png")
+    text = error_of(tmp_path)
+    assert "by_hospital and randomly hold the same 10 pictures" in text
+    assert text.endswith(f"give one of these folders, as {tmp_path / 'by_hospital'}")
+    assert "the same 10" in error_of(tmp_path, kind="classification")
+    picture(next(tmp_path.glob("randomly/*/a/0.png")))  # another one of this name
+    assert "each of by_hospital, randomly holds the folders a, b" in error_of(tmp_path)
+    assert len(imported(tmp_path / "randomly").dataset.items) == 10
 
 
 def test_masks_of_many_objects_and_ignored_voxels_are_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Which layout a folder has: tables, masks or folders of classes; and its images with labels."""
 
+import filecmp
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -9,6 +10,7 @@ from itertools import combinations
 from pathlib import Path
 
 from medflare.core.errors import ConfigError, DataError
+from medflare.data.reading import stem
 from medflare.preparation.dataset_import.chosen_structures import with_chosen_structures
 from medflare.preparation.dataset_import.class_folders import class_folders
 from medflare.preparation.dataset_import.columns import (
@@ -16,7 +18,13 @@ from medflare.preparation.dataset_import.columns import (
     UnlabelledTableError,
     usual_columns,
 )
-from medflare.preparation.dataset_import.folders import Dataset, ImageFolder, prefixed
+from medflare.preparation.dataset_import.folders import (
+    MAX_CLASSES,
+    Dataset,
+    ImageFolder,
+    common_folder,
+    prefixed,
+)
 from medflare.preparation.dataset_import.frames import table_columns
 from medflare.preparation.dataset_import.image_table import ImageTable
 from medflare.preparation.dataset_import.listed_splits import (
@@ -24,7 +32,7 @@ from medflare.preparation.dataset_import.listed_splits import (
     refuse_split_tables,
     with_listed_splits,
 )
-from medflare.preparation.dataset_import.masks import pair_masks
+from medflare.preparation.dataset_import.masks import are_masks, count_values, pair_masks
 from medflare.preparation.dataset_import.names import WORDS, first_split, words
 from medflare.preparation.dataset_import.options import GUESSED, Columns, ImportOptions
 from medflare.preparation.dataset_import.patients import NO_PATIENT
@@ -186,6 +194,7 @@ def _by_names(folder: ImageFolder, options: ImportOptions, tables: Sequence[Imag
     related = _related(tables)
     with_labels = [t for t in related if not isinstance(t.problem, UnlabelledTableError)] or related
     _refuse_versions(folder)
+    _refuse_copies(folder)
     try:
         dataset = _by_folders(folder, options)
     except DataError as error:
@@ -269,19 +278,51 @@ def _described_by(
 
 def _refuse_versions(folder: ImageFolder) -> None:
     """Raise DataError for images of one name in folders that are called as versions of one picture
-    are: Images/1.png and Images_Cropped/1.png.
+    are: Images/1.png and Images_Cropped/1.png, PNG/1.png and TIF/1.tif.
     """
     first_of: dict[tuple[bool, str, tuple[str, ...]], Path] = {}
     for image, name in folder.names.items():
         listed = words(folder.relative(image.parent))
         others = tuple(word for word in listed if word not in _VERSIONS | NO_PATIENT)
-        other = first_of.setdefault((name.mask, image.name, others), image)
+        other = first_of.setdefault((name.mask, stem(image), others), image)
         differ = {*listed} ^ {*words(folder.relative(other.parent))}
-        if not _VERSIONS.isdisjoint(differ):
+        if not _VERSIONS.isdisjoint(differ) and are_masks([other]) == are_masks([image]):
             raise DataError(
                 f"{folder.both(other, image)} seem to be versions of one picture; give the folder "
                 "of one version, or take the other out"
             )
+
+
+def _refuse_copies(folder: ImageFolder) -> None:
+    """Raise DataError if all pictures of a folder are also in another one, as of a data set that is
+    divided in two ways.
+    """
+    pictures = [image for image in folder.images if not folder.names[image].mask]
+    first_of: dict[tuple[str, int], Path] = {}
+    alike: defaultdict[tuple[Path, Path], list[tuple[Path, Path]]] = defaultdict(list)
+    for image in filter(Path.is_file, pictures):
+        other = first_of.setdefault((image.name, image.stat().st_size), image)
+        if other.parent != image.parent:
+            alike[_where_they_part(other, image)].append((other, image))
+    for tops, listed in alike.items():
+        if not all(filecmp.cmp(*both, shallow=False) for both in listed):
+            continue
+        fewest = min(sum(image.is_relative_to(top) for image in pictures) for top in tops)
+        if len(listed) >= fewest and count_values(listed[0][0]) > MAX_CLASSES:
+            raise DataError(
+                f"{folder.root}: {folder.both(*tops)} hold the same {len(listed)} pictures; give "
+                f"one of these folders, as {tops[0]}"
+            )
+
+
+def _where_they_part(first: Path, second: Path) -> tuple[Path, Path]:
+    """The outermost folders that hold one of two files each."""
+    common = common_folder([first, second])
+    tops = []
+    for file in (first, second):
+        below = file.parent.relative_to(common)
+        tops.append(common.joinpath(*below.parts[:1]))
+    return tops[0], tops[1]
 
 
 def _with_patients(

@@ -358,9 +358,9 @@ def _line_without_mask(folder: ImageFolder, image: Path) -> str:
     if len(fitting) < 2:
         return f"{name_of_image(folder, image)}: no mask"
     return (
-        f"{name_of_image(folder, image)}: {folder.both(*fitting[:2])} can be its mask (give "
-        "--site-folders if the folders are sites, or a table with --mask-column, and a column for "
-        "each structure)"
+        f"{name_of_image(folder, image)}: {folder.both(*fitting[:2])} can be its mask (give one of "
+        "the folders alone if they hold the same images, --site-folders if they are sites, "
+        "otherwise a table with --mask-column, and a column for each structure)"
     )
 
 
