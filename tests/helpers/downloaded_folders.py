@@ -6,11 +6,15 @@ import numpy as np
 from PIL import Image
 
 
-def picture(path: Path, value: int = 100, side: int = 16, channels: int = 1) -> Path:
-    """A picture that is noisy around a value; of several channels each is darker than the one before."""
+def picture(
+    path: Path, value: int = 100, side: int = 16, channels: int = 1, seed: int | None = None
+) -> Path:
+    """A picture that is noisy around a value, which is the noise's seed if none is given; of several channels each is darker than the one before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     noise = (
-        np.random.default_rng(value).integers(-9, 10, (side, side, channels))
+        np.random.default_rng(value if seed is None else seed).integers(
+            -9, 10, (side, side, channels)
+        )
         + value
         - 20 * np.arange(channels)
     )
@@ -35,7 +39,8 @@ def classes(
     for patient in range(patients):
         number = patient % len(names)
         for view in range(each):
-            picture(root / names[number] / f"p{patient:02}_{view}.png", 60 + 120 * number)
+            file = root / names[number] / f"p{patient:02}_{view}.png"
+            picture(file, 60 + 120 * number, seed=each * patient + view)
     return root
 
 

@@ -188,14 +188,17 @@ def test_one_of_several_sites_must_train(
         and report.render().count("no site can train") == 1
         and not report.sites["external"].problems
     )
-    make_site(name="DATA/inside")
+    inside = make_site(name="DATA/inside")
+    report = check_site(tmp_path / "DATA", make_task())
+    (problem,) = report.sites["inside"].problems
+    assert problem.startswith("3 images equal one of another split, the first: ")
+    for file in inside.glob("images/?.png"):
+        Image.fromarray(np.array(Image.open(file)) // 2).save(file)
     report = check_site(tmp_path / "DATA", make_task(), out=tmp_path / "out")
     assert report.ok and NOTE in report.render()
-    (note,) = report.sites["inside"].notes
-    assert "3 images equal one of another patient or site" in note
     make_site({"training": ["p0"], "validation": ["p1"], "test": []}, name="DATA/untested")
     report = check_site(tmp_path / "DATA", make_task())
-    assert not report.ok and "'test'" in report.sites["untested"].problems[0]
+    assert not report.ok and "'test'" in report.sites["untested"].problems[-1]
 
 
 def test_an_outside_sites_broken_image_is_a_problem(make_site: SiteOf, make_task: TaskOf) -> None:
@@ -223,14 +226,18 @@ def test_a_class_that_no_image_shows_is_noted(
 
 
 def test_the_same_image_of_two_patients_is_noted(make_site: SiteOf, make_task: TaskOf) -> None:
-    folder = make_site()  # 0 and 1 are of one patient, 9 is of another and in another split
-    for other in ("1.png", "9.png"):
+    """In two splits it is a problem."""
+    folder = make_site()  # 0 and 1 are of one patient, 2 is of another, 9 is in another split
+    for other in ("1.png", "2.png", "9.png"):
         Image.open(folder / "images/0.png").save(folder / "images" / other, compress_level=0)
-    (note,) = check_site(folder, make_task()).sites["A"].notes
-    assert "9.png" in note and "0.png" in note
-    for number in (0, 1, 9):  # constant images are equal, but no copies
+    site = check_site(folder, make_task()).sites["A"]
+    (note,) = site.notes
+    assert "1 images equal one of another patient or site" in note and "2.png and " in note
+    (problem,) = site.problems
+    assert "1 images equal one of another split" in problem and "9.png and " in problem
+    for number in (0, 1, 2, 9):  # constant images are equal, but no copies
         Image.new("L", (16, 16)).save(folder / f"images/{number}.png")
-    assert not check_site(folder, make_task()).sites["A"].notes
+    assert check_site(folder, make_task()).ok
 
 
 def test_the_same_image_at_two_sites_is_noted(
@@ -246,7 +253,8 @@ def test_the_same_image_at_two_sites_is_noted(
     shutil.copy(copied, tmp_path / "DATA/south/melanoma/p01_0.png")
     task = make_task("classification", labels=["benign", "melanoma"])
     report = check_site(tmp_path / "DATA", task)
-    note = next(note for note in report.sites["south"].notes if "images equal" in note)
+    south = report.sites["south"]
+    note = next(line for line in (*south.notes, *south.problems) if "images equal" in line)
     assert "south/melanoma/p01_0.png and " in note and "north/benign/p00_0.png" in note
     assert "with other labels" in note
     assert not any("images equal" in note for note in report.sites["north"].notes)
@@ -264,8 +272,8 @@ def test_images_that_differ_in_one_number_are_no_copies(
     assert not check_site(folder, make_task()).sites["A"].notes
     pixels[1, 1] -= 1
     Image.fromarray(pixels).save(folder / "images/9.png")
-    (note,) = check_site(folder, make_task()).sites["A"].notes
-    assert "9.png" in note and "0.png" in note
+    (problem,) = problems(folder, make_task())
+    assert "9.png" in problem and "0.png" in problem
 
 
 @pytest.mark.slow

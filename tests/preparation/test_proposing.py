@@ -68,9 +68,9 @@ def test_classes_by_their_folders(tmp_path: Path) -> None:
 def test_numbered_grades_get_the_kappa_that_weighs_distances(
     names: str, graded: bool, tmp_path: Path
 ) -> None:
-    for name in names:
-        for number in range(10):
-            picture(tmp_path / name / f"{name}-{number}.png")
+    for seed in range(10 * len(names)):
+        name = names[seed // 10]
+        picture(tmp_path / name / f"{name}-{seed}.png", seed=seed)
     task, _ = proposed(tmp_path)
     assert ("quadratic_kappa" in task.test_metrics) == graded and {"accuracy", "auc_macro"} <= {
         *task.test_metrics
@@ -79,7 +79,7 @@ def test_numbered_grades_get_the_kappa_that_weighs_distances(
 
 def test_a_rare_class_is_drawn_as_often_as_the_others(tmp_path: Path) -> None:
     for n in range(30):
-        picture(tmp_path / ("rare" if n < 5 else "common") / f"{n}.png", channels=3)
+        picture(tmp_path / ("rare" if n < 5 else "common") / f"{n}.png", channels=3, seed=n)
     task, _ = proposed(tmp_path)
     assert task.sampling.name == "balanced" and task.channels == 3
 
@@ -138,7 +138,7 @@ def test_the_background_is_what_the_corners_of_masks_show(
 ) -> None:
     """As in REFUGE, where the background is 255."""
     for number in range(10):
-        picture(tmp_path / "images" / f"{number}.png")
+        picture(tmp_path / "images" / f"{number}.png", seed=number)
         pixels = np.full((16, 16), 255, np.uint8)
         for row, value in enumerate(structures):
             pixels[4 + 4 * row : 8 + 4 * row, 4:10] = value
@@ -390,7 +390,7 @@ def test_images_of_a_classification_are_mirrored_from_left_to_right(
 ) -> None:
     for number in range(8):
         if dims == 2:
-            picture(tmp_path / "ab"[number % 2] / f"{number}.png")
+            picture(tmp_path / "ab"[number % 2] / f"{number}.png", seed=number)
             continue
         volume = np.random.default_rng(number).random((16, 16, 16)).astype(np.float32)
         folder = tmp_path / "ab"[number % 2]

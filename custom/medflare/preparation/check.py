@@ -315,11 +315,11 @@ def _check_folder(
     entries, _ = renumbered_entries(name, task, source)
     check_patients(entries)
     logged = with_progress(entries, len(entries), f"site {name}, images checked")
-    _read_images(source, logged, task, report, seen)
+    leaks = _read_images(source, logged, task, report, seen)
     if report.problems and task.unreadable == "error":
         return None
     report.left_out = report.problems
-    report.problems = []
+    report.problems = leaks
     report.test_only = {entry.split for entry in entries} == {"test"}
     role = "outside" if report.test_only else "inside"
     data = load_site_data(
@@ -365,12 +365,15 @@ def _read_images(
     task: TaskConfig,
     report: SiteCheck,
     seen: _SeenImages,
-) -> None:
-    """Read every file: sizes, intensities and problems go into the report."""
+) -> list[str]:
+    """Read every file: sizes, intensities and problems go into the report; a line about images
+    that equal one of another split.
+    """
     preprocessing = Preprocessing(task)
     moments: list[tuple[float, ...]] = []
     unsuitable = []
-    copies = []
+    copies: list[str] = []
+    leaks: list[str] = []
     filled = defaultdict[str, list[str]](list)  # structure -> images whose masks it fills
     unscaled = []  # volumes whose spacing is unknown
     is_classification = task.kind == "classification"
@@ -403,7 +406,8 @@ def _read_images(
         if varied and of_another and np.array_equal(image, its_source.image(first).array):
             other_label = is_classification and first.label != entry.label
             pair = f"{printable(str(entry.image))} and {printable(str(first.image))}"
-            copies.append(f"{pair}, with other labels" if other_label else pair)
+            equal = copies if first.split == entry.split else leaks
+            equal.append(f"{pair}, with other labels" if other_label else pair)
     judged = min(len(moments), _INTENSITY_IMAGES)
     if 2 * len(unsuitable) >= judged > 0:
         report.notes.append(
@@ -413,9 +417,15 @@ def _read_images(
         )
     report.notes += filter(None, [depth_note([highest for *_, highest in moments], task)])
     report.notes += _lines_of_filled(filled, len(moments))
-    report.notes += _lines_of_files(copies, unscaled)
+    report.notes += _line_of_copies(copies, "patient or site")
+    if unscaled:
+        report.notes.append(
+            f"{len(unscaled)} images give no spacing, so distances are in voxels, the first: "
+            f"{unscaled[0]}"
+        )
     if moments:
         report.intensity = _overall_intensity(moments)
+    return _line_of_copies(leaks, "split")
 
 
 def _lines_of_filled(filled: Mapping[str, Sequence[str]], masks: int) -> list[str]:
@@ -435,20 +445,12 @@ def _lines_of_filled(filled: Mapping[str, Sequence[str]], masks: int) -> list[st
     return lines
 
 
-def _lines_of_files(copies: Sequence[str], unscaled: Sequence[str]) -> list[str]:
-    """Lines about copied images, and about volumes without a spacing."""
-    lines = []
-    if copies:
-        lines.append(
-            f"{len(copies)} images equal one of another patient or site, the first: {copies[0]}; "
-            "give both one patient, or list the image once"
-        )
-    if unscaled:
-        lines.append(
-            f"{len(unscaled)} images give no spacing, so distances are in voxels, the first: "
-            f"{unscaled[0]}"
-        )
-    return lines
+def _line_of_copies(copies: Sequence[str], apart: str) -> list[str]:
+    """A line about images that equal one of another patient, site or split."""
+    if not copies:
+        return []
+    line = f"{len(copies)} images equal one of another {apart}, the first: {copies[0]}"
+    return [f"{line}; give both one patient, or list the image once"]
 
 
 def _thinned(image: np.ndarray) -> np.ndarray:
