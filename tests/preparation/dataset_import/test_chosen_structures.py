@@ -139,7 +139,10 @@ def test_every_site_says_at_once_what_it_lacks(eyes: Path) -> None:
     assert "ODsegSoftmap.png: a structure's own mask holds 64, 128, 191, 255" in text
     assert "data init --threshold 128" in text
     without = error_of(eyes, site_folders=True, threshold=191)
-    assert "no mask of lesions; complete them, --skip, or --empty-masks" in without
+    assert (
+        "no mask of lesions, but of " in without
+        and "; complete them, --skip, or --empty-masks" in without
+    )
     assert "--structure NAME for each" in without
     text = imported(eyes, site_folders=True, threshold=191, empty_masks=True).render()
     assert "give data init --structure NAME=OTHER,... for each that you use" in text

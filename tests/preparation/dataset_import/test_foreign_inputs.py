@@ -799,15 +799,11 @@ def test_a_column_of_splits_in_other_words_is_not_overlooked(words: str, tmp_pat
 
 
 def test_masks_called_like_images_and_a_word_are_asked_about(tmp_path: Path) -> None:
-    """As PH2: IMD001_lesion is the mask, beside regions of colours; --skip would leave it out."""
+    """IMD001_lesion is the mask, beside regions of colours; --skip would leave it out."""
     for number in NUMBERS:
         place = f"IMD0{number}"
-        files(
-            tmp_path,
-            f"{place}/{place}_image/{place}.png",
-            f"{place}/{place}_roi/{place}_R1_Label.png*",
-        )
-        mask(tmp_path / place / f"{place}_lesion" / f"{place}_lesion.png")
+        files(tmp_path, f"{place}/{place}.png", f"{place}/{place}_R1_Label.png*")
+        mask(tmp_path / place / f"{place}_lesion.png")
     for skip in (False, True):
         text = error_of(tmp_path, skip=skip)
         assert "IMD00_lesion.png" in text and "call them NAME_mask" in text

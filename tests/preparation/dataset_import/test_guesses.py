@@ -610,8 +610,8 @@ def test_dicom_objects_without_an_image_are_counted(tmp_path: Path) -> None:
     for number in range(8):
         folder = tmp_path / ("healthy", "ill")[number % 2] / f"scan{number}"
         folder.parent.mkdir(exist_ok=True)
-        tags = {"PatientID": f"P{number}", "SeriesInstanceUID": f"1.2.3.{number}"}
-        change(dicom_series(folder), RescaleSlope=1, RescaleIntercept=number, **tags)
+        change(dicom_series(folder), PatientID=f"P{number}", SeriesInstanceUID=f"1.2.3.{number}")
+        change(folder, RescaleSlope=1, RescaleIntercept=number)
     for name in ("reportsi.dcm", "rtstruct.dcm"):  # pydicom's, the second without the mark
         shutil.copy(get_testdata_file(name), tmp_path / "ill" / "scan1" / name)
     report = imported(tmp_path)

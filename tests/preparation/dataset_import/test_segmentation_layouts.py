@@ -14,6 +14,7 @@ from medflare.cli import main
 from medflare.core.errors import DataError
 from medflare.data.datalist import read_datalist
 from medflare.data.reading import read_stored
+from medflare.preparation.dataset_import.chosen_structures import parse_structures
 from medflare.preparation.dataset_import.datalists import ImportReport, import_folder
 from medflare.preparation.dataset_import.options import ImportOptions
 from medflare.preparation.proposing import TaskHints, summarise
@@ -350,6 +351,20 @@ def test_masks_called_like_their_image_and_a_structure(
     assert masks_of(tmp_path) == expected
     (tmp_path / masks[0].format(n=3)).unlink()
     assert f"no mask of {structures[-1 if 'isc' in masks[0] else 0]}" in error_of_again(tmp_path)
+
+
+def test_masks_in_folders_of_their_case(tmp_path: Path) -> None:
+    """As PH2; its outlines of colours are asked about, as not all images have one."""
+    case = "set/IMD{n}/IMD{n}"
+    files(tmp_path, f"{case}_Image/IMD{{n}}.bmp", f"{case}_lesion/IMD{{n}}_lesion.bmp*")
+    imported(tmp_path)
+    mask_of = masks_of(tmp_path)
+    expected = "set/IMD3/IMD3_lesion/IMD3_lesion.bmp"
+    assert mask_of["set/IMD3/IMD3_Image/IMD3.bmp"] == [expected] and len(mask_of) == 10
+    mask(tmp_path / "set/IMD3/IMD3_roi/IMD3_R1_Label4.bmp")
+    text = error_of_again(tmp_path)
+    assert "no mask of roi, but of lesion" in text and "--structure NAME for each" in text
+    assert imported(tmp_path, structures=parse_structures(["lesion"])).dataset.structure == "lesion"
 
 
 def test_words_that_all_masks_share_name_no_structure(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ from medflare.preparation.dataset_import.folders import (
     walk,
 )
 from medflare.preparation.dataset_import.layouts import find_dataset
-from medflare.preparation.dataset_import.masks import WITHOUT_IMAGE
+from medflare.preparation.dataset_import.masks import WITHOUT_IMAGE, with_masks_of_cases
 from medflare.preparation.dataset_import.names import shortened, split_folder
 from medflare.preparation.dataset_import.options import DEFAULTS, ImportOptions
 from medflare.preparation.dataset_import.patients import assign_patients, patient_of, patient_option
@@ -140,7 +140,7 @@ def _read_folder(
 
     `several_tables`: see `find_dataset`.
     """
-    folder = scan_folder(root, options.leave_out)
+    folder = with_masks_of_cases(scan_folder(root, options.leave_out))
     dataset = find_dataset(folder, options, several_tables=several_tables)
     dataset = with_two_values(dataset, options.structures, options.threshold)
     return folder, _checked(folder, dataset, options)

@@ -130,6 +130,7 @@ class ImageFolder:
     texts: tuple[Path, ...] = ()  # text files that are no tables, such as outlines or lists
     # DICOM image -> its AccessionNumber and the UIDs of its study and series.
     studies: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)
+    masks_of_cases: frozenset[Path] = frozenset()  # see `masks.with_masks_of_cases`
 
     def relative(self, path: Path) -> str:
         """The path of a file within the folder; of a table elsewhere, its path."""
@@ -151,8 +152,8 @@ class ImageFolder:
         common = common_folder(self.images)
         names = {}
         for image in self.images:
-            inner = parse_name(image.relative_to(common))
-            names[image] = parse_name(image.relative_to(self.root))._replace(mask=inner.mask)
+            is_mask = image in self.masks_of_cases or parse_name(image.relative_to(common)).mask
+            names[image] = parse_name(image.relative_to(self.root))._replace(mask=is_mask)
         of_masks = {}
         for mask, image in self.segmented.items():
             of_masks[mask] = names[image]._replace(mask=True)

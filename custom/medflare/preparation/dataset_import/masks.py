@@ -3,6 +3,7 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -429,6 +430,25 @@ def are_masks(files: Iterable[Path]) -> bool:
             return False
         most = max(most, len(np.unique(array)))
     return most == 2
+
+
+def with_masks_of_cases(folder: ImageFolder) -> ImageFolder:
+    """The folder with those pictures as masks that have two values and are called like the image of
+    their case and a word, in a folder of their own: PH2's IMD002/IMD002_lesion/IMD002_lesion.bmp.
+    """
+    by_case = {(image.parent.parent, stem(image)): image for image in folder.images}
+    masks = defaultdict(list)  # word -> files
+    for (case, name), mask in by_case.items():
+        of_image, _, word = name.rpartition("_")
+        image = by_case.get((case, of_image), mask)
+        if image.parent != mask.parent:
+            masks[word].append(mask)
+    of_cases = []
+    for listed in masks.values():
+        cases = {mask.parent.parent for mask in listed}
+        if len(cases) == len(listed) > 1 and are_masks(listed):
+            of_cases += listed
+    return replace(folder, masks_of_cases=frozenset(of_cases))
 
 
 def count_values(file: Path) -> int:

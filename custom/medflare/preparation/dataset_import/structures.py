@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from medflare.core.errors import DataError
+from medflare.data.reading import stem
 from medflare.preparation.dataset_import.chosen_structures import names_here, with_names
 from medflare.preparation.dataset_import.folders import (
     MAX_CLASSES,
@@ -129,7 +130,9 @@ def _of_structures(
                 masks[structure] = path_of_mask(image, f"no_{structure}")
                 written[masks[structure]] = partial(empty_mask, image)
         elif lacking:
-            incomplete.append(f"{name_of_image(folder, image)}: no mask of {lacking[0]}")
+            others = f", but of {', '.join(masks)}" if masks else ""
+            name = name_of_image(folder, image)
+            incomplete.append(f"{name}: no mask of {lacking[0]}{others}")
             continue
         of_image = [masks[structure] for structure in structures]
         label = of_image if len(of_image) > 1 else of_image[0]
@@ -245,7 +248,9 @@ def _structures_of_suffixes(masks: Iterable[Mapping[str, Path]]) -> dict[str, st
     folders = defaultdict(set)
     for of_image in masks:
         for rest, mask in of_image.items():
-            folders[rest].add(" ".join(filter(str.isalpha, words(mask.parent.name))))
+            image_words = {*words(stem(mask))} - {*words(rest)}
+            listed = [word for word in words(mask.parent.name) if word not in image_words]
+            folders[rest].add(" ".join(filter(str.isalpha, listed)))
     by_folder = {rest: min(names) for rest, names in folders.items() if len(names) == 1}
     if len({*by_folder.values()}) == len(folders) > 1:
         return dict(sorted(by_folder.items()))
