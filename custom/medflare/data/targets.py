@@ -120,7 +120,7 @@ def encode_label(label: Any, task: TaskConfig, location: str) -> np.ndarray | No
         return np.array(label, np.int64)
     if not isinstance(label, int) or isinstance(label, bool):
         raise DataError(
-            f"{location}: the label must be a whole number, as the task classifies, got {label!r}"
+            f"{location}: the label is {label!r}, but the task needs a whole number, as of a class"
         )
     stored_by_class = stored_values(task)
     if task.target == "binary":

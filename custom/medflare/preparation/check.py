@@ -450,7 +450,7 @@ def _line_of_copies(copies: Sequence[str], apart: str) -> list[str]:
     if not copies:
         return []
     line = f"{len(copies)} images equal one of another {apart}, the first: {copies[0]}"
-    return [f"{line}; give both one patient, or list the image once"]
+    return [f"{line}; give both one patient, or leave one out"]
 
 
 def _thinned(image: np.ndarray) -> np.ndarray:

@@ -60,8 +60,8 @@ def mask_values(files: Sequence[Path], *, named: bool) -> tuple[int, list[int]]:
             )
     if not named and _count_objects(of_masks):
         raise UnclearValuesError(
-            f"{file_of[max(values)]}: masks hold values up to {max(values)}, others fewer of "
-            "them, as numbers of objects; store 1 for each object, or name a structure for each "
+            f"{file_of[max(values)]}: masks seem to number objects, as they hold values up to "
+            f"{max(values)}, others fewer; write 1 for each object, or name the structure of each "
             "value with --labels"
         )
     if values == {0, 1, 255} and with_255 <= {0, 255}:

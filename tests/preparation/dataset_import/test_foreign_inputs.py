@@ -447,7 +447,7 @@ def test_a_list_of_test_images_without_labels_is_no_table_of_labels(tmp_path: Pa
     table(tmp_path / "test.csv", ("id_code",), *[(f"{number:02}",) for number in range(14, 20)])
     report = imported(tmp_path)
     assert len(entries(tmp_path)) == 14
-    assert any("6 of 20 files are in no complete row" in note for note in report.dataset.notes)
+    assert any("6 of 20 files have no complete row" in note for note in report.dataset.notes)
 
 
 def test_a_table_of_test_images_beside_folders_of_classes_is_refused(tmp_path: Path) -> None:

@@ -763,7 +763,7 @@ def test_images_in_no_row_and_tables_that_are_not_used_are_named(tmp_path: Path)
     listed(tmp_path, "image,label", *rows_of, name="train.csv")
     listed(tmp_path, "image,label", "x.png,a", "y.png,b", name="test.csv")
     notes = "\n".join(imported(tmp_path).dataset.notes)
-    assert "2 of 12 files are in no complete row" in notes
+    assert "2 of 12 files have no complete row" in notes
     assert "test.csv" in notes
 
 

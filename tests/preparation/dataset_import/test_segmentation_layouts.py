@@ -136,8 +136,10 @@ def test_soft_maps_of_structures(tmp_path: Path) -> None:
 def test_masks_of_several_readers_are_asked_about(image: str, masks: str, tmp_path: Path) -> None:
     names = [f"{masks.format(number)}*" for number in (1, 2)]
     text = error_of(files(tmp_path, image, *names))
-    assert "reader1, " in text and "--kind segmentation" in text and "--mask-column" in text
-    assert len(imported(tmp_path, kind="segmentation").dataset.labels) == 2
+    assert "reader1, " in text and "--kind segmentation" in text and "--structure" in text
+    _, reader = imported(tmp_path, kind="segmentation").dataset.labels.values()
+    one = imported(tmp_path, structures=parse_structures([reader]), force=True)
+    assert one.dataset.structure == reader
 
 
 @pytest.mark.parametrize("field_of_view", [(), ("test/mask/{n}_test_mask.png*",)])
@@ -147,7 +149,7 @@ def test_two_readers_and_a_field_of_view(field_of_view: tuple[str, ...], tmp_pat
     files(tmp_path, "test/images/{n}_test.png", *readers, *field_of_view)
     files(tmp_path, "training/images/{n}_training.png", "training/1st_manual/{n}_manual1.png*")
     text = error_of(tmp_path)
-    assert "are 1st_manual, 2nd_manual, ... structures" in text and "leave one" in text
+    assert "are 1st_manual, 2nd_manual structures" in text and "name one with --structure" in text
 
 
 @pytest.mark.parametrize(
@@ -367,6 +369,17 @@ def test_masks_in_folders_of_their_case(tmp_path: Path) -> None:
     assert imported(tmp_path, structures=parse_structures(["lesion"])).dataset.structure == "lesion"
 
 
+def test_folders_that_are_read_as_splits_are_not_proposed_as_sites(tmp_path: Path) -> None:
+    """As PraNet's; other folders are."""
+    for first, second, sites in (("Train", "Test", False), ("North", "South", True)):
+        root = tmp_path / first
+        for top in (first, second):
+            files(
+                root, f"{top}Dataset/images/{top}{{n}}.png", f"{top}Dataset/masks/{top}{{n}}.png*"
+            )
+        assert ("--site-folders" in "".join(imported(root).warnings)) == sites
+
+
 def test_words_that_all_masks_share_name_no_structure(tmp_path: Path) -> None:
     files(tmp_path, "images/p{n}.png", "gt/p{n}_disc.png*", "gt/p{n}_disc_new.png*")
     assert "rename them, or give a table with --mask-column" in error_of(tmp_path)
@@ -427,7 +440,7 @@ def test_masks_of_jpeg(tmp_path: Path) -> None:
     for number in NUMBERS:
         picture(tmp_path / f"{number}.png", side=64)
         Image.fromarray(colours).save(tmp_path / f"{number}_mask.jpg", quality=80)
-    assert "masks are JPEG" in "".join(imported(tmp_path).dataset.notes)
+    assert "JPEG changes the values of masks" in "".join(imported(tmp_path).dataset.notes)
     stored = read_stored(tmp_path / "4_mask.jpg", mask=True).array
     assert len(np.unique(np.asarray(Image.open(tmp_path / "4_mask.jpg")))) > 2
     assert (stored == drawn.T).all()
@@ -453,7 +466,7 @@ def test_numbers_of_objects_are_asked_about(
         picture(tmp_path / f"train_{number}.bmp")
         mask(tmp_path / f"train_{number}_anno.bmp", tuple(range(1, 2 + number % 4)))
     imported(tmp_path)
-    with pytest.raises(DataError, match=r"values up to 4, .* as numbers of objects"):
+    with pytest.raises(DataError, match=r"seem to number objects, .* values up to 4, others fewer"):
         summarise(tmp_path, TaskHints())
     assert main(["data", "check", str(tmp_path)]) == 1
     assert "; or name one with --task" in capsys.readouterr().err

@@ -87,8 +87,8 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: boo
             raise DataError(f"{folder.root}: {name} holds {name}; move what is in the inner one up")
         if same:
             raise DataError(
-                f"{folder.root}: {name} holds {' and '.join(same)}, as classes are called; "
-                f"if {name} is a split, rename it train, val or test; otherwise take it out"
+                f"{folder.root}: {name} repeats the class folders {' and '.join(same)}; if "
+                f"{name} is a split, rename it train, val or test; otherwise take it out"
             )
     if not confirmed:
         _refuse_two_levels(folder, inner)
@@ -138,7 +138,7 @@ def _by_inner_folders(
         layout = f"a folder per class in each of {_first_of(outer)}"
         remedy = (
             "if only the folders in them are classes, give --kind classification; if "
-            f"{outer[0]}, ... are classes, keep one of the folders in each, or move their images up"
+            f"{outer[0]}, ... are classes, move the images in each out of its folders"
         )
         if all(map(str.isdecimal, outer)) or all(map(_may_be_patient, outer)):
             remedy = f"if they are patients, keep one of the folders in each; {remedy}"

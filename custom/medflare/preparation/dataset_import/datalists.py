@@ -47,7 +47,7 @@ from medflare.preparation.dataset_import.folders import (
 )
 from medflare.preparation.dataset_import.layouts import find_dataset
 from medflare.preparation.dataset_import.masks import WITHOUT_IMAGE, with_masks_of_cases
-from medflare.preparation.dataset_import.names import shortened, split_folder
+from medflare.preparation.dataset_import.names import first_split, shortened
 from medflare.preparation.dataset_import.options import DEFAULTS, ImportOptions
 from medflare.preparation.dataset_import.patients import assign_patients, patient_of, patient_option
 from medflare.preparation.dataset_import.shared_patients import Sites, across_sites, shared_warning
@@ -162,7 +162,7 @@ def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> D
     if options.sites is None and not options.site_folders:
         notes += _site_column_notes(dataset)
     if any(suffix(mask) in JPEG for item in dataset.items for mask in item.masks):
-        notes += ("masks are JPEG, which moves values: 128 and more is the structure",)
+        notes += ("JPEG changes the values of masks: 128 and above are read as the structure",)
     notes += _turned_notes(dataset.items)
     dataset = replace(dataset, notes=notes, missing=missing)
     companion = _companion(folder, dataset)
@@ -400,7 +400,7 @@ def _refuse_split_without_a_known_class(
     if trained and tested and not {*trained} & {*tested} and len(trained) + len(tested) > 2:
         raise DataError(
             f"{root}: training images have the classes {shortened(trained)}, test images "
-            f"{shortened(tested)}; write one class alike, or draw new splits with --redraw"
+            f"{shortened(tested)}; write each class in one way, or draw new splits with --redraw"
         )
 
 
@@ -417,7 +417,7 @@ def _site_warning(items: Sequence[Item], root: Path) -> str:
         counts.update(tops)
     if not 1 < len(counts) <= _MAX_SITES or min(counts.values()) < _MIN_IMAGES:
         return ""
-    if any(map(split_folder, counts)):
+    if any(map(first_split, counts)):
         return ""
     if not any(item.masks for item in items):
         return ""

@@ -43,7 +43,7 @@ def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
     except (OSError, ValueError, csv.Error) as error:
         raise DataError(
             f"{path}: cannot be read as a table ({one_line(error)}); "
-            "save it as CSV in UTF-8, or give another --table"
+            "save it as CSV, or give another --table"
         ) from error
     if not rows:
         raise DataError(f"{path}: a table without rows; give another --table")

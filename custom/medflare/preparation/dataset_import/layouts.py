@@ -33,7 +33,7 @@ from medflare.preparation.dataset_import.listed_splits import (
     with_listed_splits,
 )
 from medflare.preparation.dataset_import.masks import are_masks, count_values, pair_masks
-from medflare.preparation.dataset_import.names import WORDS, first_split, words
+from medflare.preparation.dataset_import.names import WORDS, first_split, shortened, words
 from medflare.preparation.dataset_import.options import GUESSED, Columns, ImportOptions
 from medflare.preparation.dataset_import.patients import NO_PATIENT
 from medflare.preparation.dataset_import.structures import (
@@ -410,7 +410,6 @@ def _refuse_readers(dataset: Dataset, folder: ImageFolder) -> None:
     several = max(names_of.values(), key=len, default=[])
     if len(several) > 1 and len(names_of) <= 2:
         raise DataError(
-            f"{folder.root}: are {several[0]}, {several[1]}, ... structures? if so, give --kind "
-            "segmentation; if they are of several readers or objects, leave one, or unite them, or "
-            "give a table with --mask-column"
+            f"{folder.root}: are {shortened(several)} structures? if so, give --kind segmentation; "
+            "if they are of several readers or objects, name one with --structure, or unite them"
         )

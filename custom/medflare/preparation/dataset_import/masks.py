@@ -182,8 +182,8 @@ def _without_pairs(folder: ImageFolder, masks: Sequence[Path], images: Sequence[
     """That no mask belongs to an image, with an example, and the remedy."""
     if not masks:
         return (
-            f"none of {len(images)} images is called as masks are{_several_series(folder)}; call "
-            "masks like their image and mask (a_mask.png), or give a table with --mask-column"
+            f"none of {len(images)} images is called as masks are{_several_series(folder)}; name "
+            "a mask like its image, with _mask (a_mask.png), or give a table with --mask-column"
         )
     several, count = Counter(mask.parent for mask in masks).most_common(1)[0]
     images_there = [image for image in images if image.is_relative_to(several.parent)]

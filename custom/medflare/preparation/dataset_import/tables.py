@@ -114,8 +114,8 @@ def read_tables(tables: Sequence[ImageTable], options: ImportOptions = DEFAULTS)
     unlisted = [image for image in folder.images if image not in used_files]
     if unlisted:
         notes.append(
-            f"{len(unlisted)} of {len(folder.images)} files are in no complete row, "
-            f"the first: {folder.relative(unlisted[0])}"
+            f"{len(unlisted)} of {len(folder.images)} files have no complete row and are "
+            f"not used, the first: {folder.relative(unlisted[0])}"
         )
     unsplit = sum(not item.split for item in items)
     names = labelled_by if len(labelled_by) > 1 else []
