@@ -29,6 +29,7 @@ from medflare.training.batches import rows_of_patients, sampling_weights
 from medflare.training.site import Site
 
 _MOST = 0.9  # of the weight of all training images
+_AUGMENTED = 200  # patients whose images are augmented, to see what is left of them
 _LEAST_CONTRAST = 0.01  # of the patient with the most
 
 
@@ -109,11 +110,15 @@ def check_contrast(site: Site, minimum_patients: int) -> None:
     """
     if minimum_patients < 2:
         return
-    train = site.data.train
-    shown = contrasted_patients(train.patients, train.image)
-    augmented = contrasted_patients(train.patients, partial(_augmented, site))
-    # Chance decides in training anew: an augmentation that hides some here may hide all but one.
-    if 0 < shown < _most_of(minimum_patients) or augmented < _MOST * shown:
+    image_of = site.data.train.image
+    rows = [*rows_of_patients(site.data.train.patients).values()]
+    leaves_few = 0 < contrasted_patients(rows, image_of) < _most_of(minimum_patients)
+    if site.task.augment:
+        # Chance decides in training anew: what hides some here may hide all but one there.
+        sampled = rows[:: math.ceil(len(rows) / _AUGMENTED)]
+        augmented = contrasted_patients(sampled, partial(_augmented, site))
+        leaves_few |= augmented < _MOST * contrasted_patients(sampled, image_of)
+    if leaves_few:
         raise ConfigError(
             f"site {site.name} does not train, and sends no model: the task's intensity "
             "transform or augmentation makes the training images plain but those of fewer "
@@ -123,8 +128,8 @@ def check_contrast(site: Site, minimum_patients: int) -> None:
 
 
 def _augmented(site: Site, row: int) -> Tensor:
-    """What the task's augmentation leaves of a training image, in the size of a patch: the
-    difference to a plain one with the same random numbers, so that noise is no contrast.
+    """What the task's augmentation leaves of a training image, in the size of the network's input:
+    the difference to a plain one with the same random numbers, so that noise is no contrast.
     """
     image, target = site.data.train[row]
     size = site.task.size
@@ -139,17 +144,19 @@ def _augmented(site: Site, row: int) -> Tensor:
     return results[0] - results[1]
 
 
-def contrasted_patients(patients: Sequence[str], image_of: Callable[[int], Tensor]) -> int:
+def contrasted_patients(rows: Sequence[Sequence[int]], image_of: Callable[[int], Tensor]) -> int:
     """The number of patients whose image, as the network gets it, has a standard deviation of at
     least 0.01 of the largest one; 0 if each image is plain.
 
     Of several images of a patient the middle one counts: the first and last slices of a volume may
     be empty. If all these are plain, every image counts.
+
+    Args:
+        rows: of the images of each patient.
     """
-    rows = rows_of_patients(patients)
-    deviations = [_deviation(image_of(own[len(own) // 2])) for own in rows.values()]
+    deviations = [_deviation(image_of(of_patient[len(of_patient) // 2])) for of_patient in rows]
     if not any(deviations):
-        deviations = [max(_deviation(image_of(row)) for row in own) for own in rows.values()]
+        deviations = [max(map(_deviation, map(image_of, of_patient))) for of_patient in rows]
     least = _LEAST_CONTRAST * max(deviations, default=0.0)
     return sum(deviation >= least > 0 for deviation in deviations)
 
