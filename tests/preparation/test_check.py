@@ -190,8 +190,8 @@ def test_one_of_several_sites_must_train(
     )
     inside = make_site(name="DATA/inside")
     report = check_site(tmp_path / "DATA", make_task())
-    (problem,) = report.sites["inside"].problems
-    assert problem.startswith("3 images equal one of another split, the first: ")
+    (note,) = report.sites["inside"].notes
+    assert note.startswith("3 images equal one of another split, so tests may tell what was")
     for file in inside.glob("images/?.png"):
         Image.fromarray(np.array(Image.open(file)) // 2).save(file)
     report = check_site(tmp_path / "DATA", make_task(), out=tmp_path / "out")
@@ -226,15 +226,13 @@ def test_a_class_that_no_image_shows_is_noted(
 
 
 def test_the_same_image_of_two_patients_is_noted(make_site: SiteOf, make_task: TaskOf) -> None:
-    """In two splits it is a problem."""
     folder = make_site()  # 0 and 1 are of one patient, 2 is of another, 9 is in another split
     for other in ("1.png", "2.png", "9.png"):
         Image.open(folder / "images/0.png").save(folder / "images" / other, compress_level=0)
     site = check_site(folder, make_task()).sites["A"]
-    (note,) = site.notes
+    (note, leak) = site.notes
     assert "1 images equal one of another patient or site" in note and "2.png and " in note
-    (problem,) = site.problems
-    assert "1 images equal one of another split" in problem and "9.png and " in problem
+    assert "1 images equal one of another split" in leak and "9.png and " in leak
     for number in (0, 1, 2, 9):  # constant images are equal, but no copies
         Image.new("L", (16, 16)).save(folder / f"images/{number}.png")
     assert check_site(folder, make_task()).ok
@@ -272,8 +270,8 @@ def test_images_that_differ_in_one_number_are_no_copies(
     assert not check_site(folder, make_task()).sites["A"].notes
     pixels[1, 1] -= 1
     Image.fromarray(pixels).save(folder / "images/9.png")
-    (problem,) = problems(folder, make_task())
-    assert "9.png" in problem and "0.png" in problem
+    (note,) = check_site(folder, make_task()).sites["A"].notes
+    assert "9.png" in note and "0.png" in note
 
 
 @pytest.mark.slow
@@ -463,3 +461,17 @@ def test_slices_that_are_decoded_when_used_are_those_in_memory(
         assert torch.equal(held.images[row], read.images[row]) and torch.equal(
             held.targets[row], read.targets[row]
         )
+
+
+def test_unknown_patients_are_noted(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:
+    folder = make_site()
+    assert not any("unknown" in note for note in check_site(folder, make_task()).sites["A"].notes)
+
+    def forget(content: dict[str, Any]) -> None:
+        for split in ("training", "validation", "test"):
+            for item in content[split]:
+                del item["patient"]
+
+    edit(folder, forget)
+    notes = check_site(folder, make_task()).sites["A"].notes
+    assert "patients are unknown (none in datalist.json): each image counts as one" in notes

@@ -314,12 +314,14 @@ def _check_folder(
     source = open_source(name, task, folder, local.data_folders, local.bounds)
     entries, _ = renumbered_entries(name, task, source)
     check_patients(entries)
+    if all(folder / entry.patient == entry.image for entry in entries):
+        report.notes.append(f"patients are unknown (none in {FILE}): each image counts as one")
     logged = with_progress(entries, len(entries), f"site {name}, images checked")
-    leaks = _read_images(source, logged, task, report, seen)
+    _read_images(source, logged, task, report, seen)
     if report.problems and task.unreadable == "error":
         return None
     report.left_out = report.problems
-    report.problems = leaks
+    report.problems = []
     report.test_only = {entry.split for entry in entries} == {"test"}
     role = "outside" if report.test_only else "inside"
     data = load_site_data(
@@ -365,10 +367,8 @@ def _read_images(
     task: TaskConfig,
     report: SiteCheck,
     seen: _SeenImages,
-) -> list[str]:
-    """Read every file: sizes, intensities and problems go into the report; a line about images
-    that equal one of another split.
-    """
+) -> None:
+    """Read every file: sizes, intensities and problems go into the report."""
     preprocessing = Preprocessing(task)
     moments: list[tuple[float, ...]] = []
     unsuitable = []
@@ -418,6 +418,7 @@ def _read_images(
     report.notes += filter(None, [depth_note([highest for *_, highest in moments], task)])
     report.notes += _lines_of_filled(filled, len(moments))
     report.notes += _line_of_copies(copies, "patient or site")
+    report.notes += _line_of_copies(leaks, "split, so tests may tell what was memorised")
     if unscaled:
         report.notes.append(
             f"{len(unscaled)} images give no spacing, so distances are in voxels, the first: "
@@ -425,7 +426,6 @@ def _read_images(
         )
     if moments:
         report.intensity = _overall_intensity(moments)
-    return _line_of_copies(leaks, "split")
 
 
 def _lines_of_filled(filled: Mapping[str, Sequence[str]], masks: int) -> list[str]:
