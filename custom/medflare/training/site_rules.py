@@ -110,14 +110,14 @@ def check_contrast(site: Site, minimum_patients: int) -> None:
     """
     if minimum_patients < 2:
         return
-    image_of = site.data.train.image
     rows = [*rows_of_patients(site.data.train.patients).values()]
-    leaves_few = 0 < contrasted_patients(rows, image_of) < _most_of(minimum_patients)
+    contrasts = _contrasts(rows, site.data.train.image)
+    leaves_few = 0 < _contrasted(contrasts) < _most_of(minimum_patients)
     if site.task.augment:
+        step = math.ceil(len(rows) / _AUGMENTED)
+        augmented = _contrasts(rows[::step], partial(_augmented, site))
         # Chance decides in training anew: what hides some here may hide all but one there.
-        sampled = rows[:: math.ceil(len(rows) / _AUGMENTED)]
-        augmented = contrasted_patients(sampled, partial(_augmented, site))
-        leaves_few |= augmented < _MOST * contrasted_patients(sampled, image_of)
+        leaves_few |= _contrasted(augmented) < _MOST * _contrasted(contrasts[::step])
     if leaves_few:
         raise ConfigError(
             f"site {site.name} does not train, and sends no model: the task's intensity "
@@ -144,9 +144,8 @@ def _augmented(site: Site, row: int) -> Tensor:
     return results[0] - results[1]
 
 
-def contrasted_patients(rows: Sequence[Sequence[int]], image_of: Callable[[int], Tensor]) -> int:
-    """The number of patients whose image, as the network gets it, has a standard deviation of at
-    least 0.01 of the largest one; 0 if each image is plain.
+def _contrasts(rows: Sequence[Sequence[int]], image_of: Callable[[int], Tensor]) -> list[float]:
+    """The standard deviation of each patient's image, as the network gets it.
 
     Of several images of a patient the middle one counts: the first and last slices of a volume may
     be empty. If all these are plain, every image counts.
@@ -157,6 +156,11 @@ def contrasted_patients(rows: Sequence[Sequence[int]], image_of: Callable[[int],
     deviations = [_deviation(image_of(of_patient[len(of_patient) // 2])) for of_patient in rows]
     if not any(deviations):
         deviations = [max(map(_deviation, map(image_of, of_patient))) for of_patient in rows]
+    return deviations
+
+
+def _contrasted(deviations: Sequence[float]) -> int:
+    """How many are at least 0.01 of the largest one; 0 if all are 0."""
     least = _LEAST_CONTRAST * max(deviations, default=0.0)
     return sum(deviation >= least > 0 for deviation in deviations)
 
