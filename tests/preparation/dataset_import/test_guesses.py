@@ -1113,6 +1113,7 @@ def test_a_table_without_suffix_is_named(tmp_path: Path) -> None:
     (tmp_path / "LICENSE").write_text("Do, with it, what you want.\nAll of it.\n")
     (tmp_path / "metadata").write_text("lesion,image,dx\n1,a,nv\n")
     (tmp_path / "IM000005").write_bytes(b"\0,,\n,,\n")
+    os.mkfifo(tmp_path / "pipe")  # opening it would wait for ever
     text = imported(tmp_path).render()
     assert (
         f"metadata, as it has no suffix; if it is a table, give --table {tmp_path}/metadata" in text
@@ -1124,7 +1125,7 @@ def test_one_picture_beside_the_folder_of_the_classes_is_named(tmp_path: Path) -
     classes(tmp_path / "dataset")
     picture(tmp_path / "logo.png")
     text = error_of(tmp_path)
-    assert "logo.png lies beside the folder dataset" in text and "--leave-out logo.png" in text
+    assert "logo.png is beside the folder dataset" in text and "--leave-out logo.png" in text
     report = imported(tmp_path, leave_out=("logo.png",))
     assert [*report.dataset.labels.values()] == ["cat", "dog"]
 

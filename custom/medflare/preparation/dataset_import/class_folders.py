@@ -71,7 +71,7 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: boo
         loose = [image for image, folders in below.items() if not folders]
         if names and loose:
             raise DataError(
-                f"{folder.root}: {folder.relative(loose[0])} lies beside the folder {names[0]}; "
+                f"{folder.root}: {folder.relative(loose[0])} is beside the folder {names[0]}; "
                 f"give this folder, or leave the file out with --leave-out {loose[0].name}"
             )
         above = [*folders_below(folder.root, common / "image"), *Path(shared_by_all).parts]

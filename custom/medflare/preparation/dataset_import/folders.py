@@ -4,6 +4,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -180,6 +181,7 @@ def scan_folder(root: Path, leave_out: Sequence[str] = ()) -> ImageFolder:
     left_out: LeftOut = {}
     unreadable = []
     others: dict[Path, str] = {}
+    tables: list[str] = []  # lines about files that may be tables
     read = image_suffixes()
     matched: Counter[str] = Counter(dict.fromkeys(leave_out, 0))  # pattern -> files
     for folder, every_file in walk(root, left_out, _reason_of_datalist):
@@ -187,6 +189,7 @@ def scan_folder(root: Path, leave_out: Sequence[str] = ()) -> ImageFolder:
         if not os.listdir(folder) and folder != root:
             left_out.setdefault("as they are empty", []).append(folder.name)
         dicom = [file for file in files if file.is_file() and is_dicom(file)]
+        tables += _lines_of_tables({*files} - {*dicom})
         readable, damaged, without_image = _read_headers(dicom)
         others |= without_image
         unreadable += [line.removeprefix(f"{root}/") for line in damaged]
@@ -211,6 +214,7 @@ def scan_folder(root: Path, leave_out: Sequence[str] = ()) -> ImageFolder:
     if others:
         notes.append(_line_of_objects(others, root))
     notes += _not_read(all_files, root)
+    notes += tables
     if not images:
         suffixes = ", ".join((*read, ".dcm"))
         remedy = "; ".join(("give the folder of the images", *notes, *unreadable[:1]))
@@ -301,8 +305,14 @@ def _not_read(files: Iterable[Path], root: Path) -> list[str]:
         if listed:
             first = listed[0].relative_to(root).as_posix()
             lines.append(f"left out, files to {remedy}: {len(listed)}, the first: {first}")
-    for file in files:
-        if not suffix(file) and _may_be_table(file):
+    return lines
+
+
+def _lines_of_tables(files: Iterable[Path]) -> list[str]:
+    """A line for each file without a suffix that may be a table."""
+    lines = []
+    for file in sorted(files):
+        if not suffix(file) and file.is_file() and _may_be_table(file):
             lines.append(
                 f"left out, {file.name}, as it has no suffix; if it is a table, give --table {file}"
             )
@@ -313,7 +323,8 @@ def _may_be_table(file: Path) -> bool:
     """Whether the first two lines of a text file have the same number of commas or tabs, two or
     more.
     """
-    with file.open("rb") as opened:
+    first = second = b""
+    with suppress(OSError), file.open("rb") as opened:  # no permission
         first, second = opened.readline(_LINE), opened.readline(_LINE)
     is_text = b"\0" not in first + second
     return is_text and any(first.count(sign) == second.count(sign) > 1 for sign in (b",", b"\t"))

@@ -2,7 +2,7 @@
 
 import filecmp
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -298,9 +298,11 @@ def _refuse_copies(folder: ImageFolder) -> None:
     divided in two ways.
     """
     pictures = [image for image in folder.images if not folder.names[image].mask]
+    times = Counter(image.name for image in pictures)
+    repeated = [image for image in pictures if times[image.name] > 1]
     first_of: dict[tuple[str, int], Path] = {}
     alike: defaultdict[tuple[Path, Path], list[tuple[Path, Path]]] = defaultdict(list)
-    for image in filter(Path.is_file, pictures):
+    for image in filter(Path.is_file, repeated):
         other = first_of.setdefault((image.name, image.stat().st_size), image)
         if other.parent != image.parent:
             alike[_where_they_part(other, image)].append((other, image))
