@@ -22,7 +22,7 @@ from medflare.core.states import StateDict, copy_state
 from medflare.core.store import StateStore
 from medflare.methods.fedavg import FedAvgSite
 from medflare.tasks.config import load_task
-from medflare.training import computing, graph
+from medflare.training import computing, graph, opening
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 from methods import squares
@@ -203,6 +203,24 @@ def test_equal_weights_with_and_without_what_stays_on_the_gpu(
     monkeypatch.setattr(computing, "free_memory", lambda device: 0)
     on_gpu(tmp_path / "moved", task, method)
     assert same_weights(tmp_path / "resident", tmp_path / "moved")
+
+
+@needs_gpu
+def test_equal_weights_if_torch_fills_new_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu(tmp_path / "as it is", "step")
+    mode: Any = torch.utils.deterministic
+    be_deterministic = opening.be_deterministic
+
+    def filled() -> None:
+        be_deterministic()
+        mode.fill_uninitialized_memory = True
+
+    monkeypatch.setattr(opening, "be_deterministic", filled)
+    on_gpu(tmp_path / "filled", "step")
+    assert mode.fill_uninitialized_memory
+    assert same_weights(tmp_path / "as it is", tmp_path / "filled")
 
 
 @pytest.fixture

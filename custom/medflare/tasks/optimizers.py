@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
@@ -78,8 +79,6 @@ def build_optimizer(
     Raises:
         ConfigError: an unknown name, or an argument or value that the class does not accept.
     """
-    from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-
     arguments = dict(settings)
     name = arguments.pop("name")
     cls: Any = EXTENSIONS.foreign(name) or optimizer_class(name, location)
@@ -91,16 +90,26 @@ def build_optimizer(
             f"{location}: optimizer {name}: {error}; see {cls.__module__}.{cls.__name__}"
         ) from error
 
-    def clip(optimizer: "Optimizer", *_: object) -> None:
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        if norm is not None:
-            clip_grad_norm_(weights, norm)
-        if value is not None:
-            clip_grad_value_(weights, value)
-
     if norm is not None or value is not None:
-        optimizer.register_step_pre_hook(clip)
+        optimizer.register_step_pre_hook(GradientClipping(norm, value))
     return optimizer
+
+
+@dataclass(frozen=True)
+class GradientClipping:
+    """Clips an optimizer's gradients before its step; see `build_optimizer`."""
+
+    norm: float | None
+    value: float | None
+
+    def __call__(self, optimizer: "Optimizer", *_: object) -> None:
+        from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if self.norm is not None:
+            clip_grad_norm_(weights, self.norm)
+        if self.value is not None:
+            clip_grad_value_(weights, self.value)
 
 
 def check_optimizer(settings: Json, location: str) -> None:

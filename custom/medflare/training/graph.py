@@ -18,6 +18,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from medflare.core.errors import one_line
 from medflare.networks.features import overwrite
+from medflare.tasks.optimizers import GradientClipping
 from medflare.training.computing import stays
 from medflare.training.site import Site
 
@@ -33,7 +34,8 @@ _LEAST = 5
 def can_capture(model: nn.Module, optimizer: Optimizer, site: Site, full_batches: int) -> bool:
     """Whether the step of the task's loss may be captured: on a GPU, if the site's settings allow
     it, for enough batches; with Adam or AdamW of all trainable weights; without fp16, accumulation,
-    compilation and hooks of layers and optimizer, which Python runs.
+    compilation and hooks of layers and optimizer, which Python runs. The task's clipping is a hook
+    that a graph repeats.
     """
     computing = site.computing
     allowed = computing.graph and computing.device.type == "cuda" and not computing.compiled
@@ -45,10 +47,13 @@ def can_capture(model: nn.Module, optimizer: Optimizer, site: Site, full_batches
     group = optimizer.param_groups[0]
     trained = {id(weight) for weight in group["params"] if weight.requires_grad}
     trains_all = trained == {id(weight) for weight in model.parameters() if weight.requires_grad}
-    hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    hooks = [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+    ]
     for layer in model.modules():
-        hooks += [layer._forward_pre_hooks, layer._forward_hooks]
-    return trains_all and not any(hooks)
+        hooks += [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
+    return trains_all and all(isinstance(hook, GradientClipping) for hook in hooks)
 
 
 def make_capturable(optimizer: Optimizer) -> None:
@@ -208,7 +213,13 @@ class StepReplay:
 
 def copied_moments(optimizer: Optimizer) -> Moments:
     """Copies of an optimizer's moments."""
-    return {weight: deepcopy(slots) for weight, slots in optimizer.state.items()}
+    copies: Moments = {}
+    for weight, slots in optimizer.state.items():
+        copies[weight] = {}
+        for slot, value in slots.items():
+            # What `deepcopy` does too, in three times the time.
+            copies[weight][slot] = value.clone() if isinstance(value, Tensor) else deepcopy(value)
+    return copies
 
 
 def _load(moments: Moments, source: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
