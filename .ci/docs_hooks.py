@@ -34,7 +34,7 @@ FAMILIES = "<!-- generated from the catalogue by: python .ci/docs_hooks.py -->"
 COST_NOTE = "The number is the processor time of a round beside FedAvg's (`benchmarks/cost.py --methods all --write`)."
 SETTINGS = "<!-- generated from TaskConfig by: python .ci/docs_hooks.py -->"
 BENCHMARKS_NOTE = """\
-Generated from `benchmarks/results.json`. Ratios were measured in one run; compare only numbers of one section. H100: NVIDIA H100 80GB HBM3,
+Generated from `benchmarks/results.json`. Ratios were measured in one run; compare only numbers of one section. H100, H200: NVIDIA,
 torch 2.11.0+cu130, Python 3.12, 16 CPU cores, where `...` is `python benchmarks/gpu.py --device cuda --seconds 44`."""
 STUDY = re.compile(r"\]\(results/(\w+)/study\.zip\)")
 # The figure that the repository shows.

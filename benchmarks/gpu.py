@@ -35,7 +35,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -55,7 +54,7 @@ from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.losses import build_loss
 from medflare.tasks.optimizers import build_optimizer
 from medflare.training import computing
-from medflare.training.graph import StepReplay, make_capturable
+from medflare.training.graph import StepReplay
 from medflare.training.site import Site
 
 HERE = Path(__file__).resolve().parent
@@ -452,111 +451,64 @@ class Stack:
         self.optimizer.step()
 
 
-Work = Callable[[], None]
-STEPS = 10  # of a stacked network, and of the networks of its sites, in a row
-
-
 def stacked(part: Part) -> None:
     if part.device.type == "cuda":
         computing.be_deterministic()
     if not part.tiny:
         torch.set_num_threads(2)
     size = part.sizes[0]
+    steps = 10
     task = size.task("instance")
+    loss = build_loss(task).to(part.device)
     _, train, _ = opened(part, task)
     counts: tuple[int, ...] = (8, 4) if part.device.type == "cpu" else (32, 16, 8, 4)
     if part.tiny:
         counts = (4,)
     columns = ["sites", "ms of a step of all, loop", "stacked", "speed-up"]
-    columns += ["ms with graphs, loop", "stacked, a graph", "speed-up with graphs"]
     columns += ["weights differ by", "biases before a norm by", "losses by"]
     part.table(*columns)
+    network = initial_network(task, 0).to(part.device).train()
     for place, count in enumerate(counts):
         draw = torch_generator(0, "stacked", count)
         rows = torch.randint(len(train), (count, size.batch), generator=draw)
         images, targets = (tensor[rows].to(part.device) for tensor in (train.images, train.targets))
+        networks = [copy.deepcopy(network) for _ in range(count)]
+        stack = Stack(task, networks, loss)
+        parameters = [model.parameters() for model in networks]
+        optimizers = [build_optimizer(task.optimizer, weights, "loop") for weights in parameters]
+        sites = list(zip(networks, optimizers, images, targets, strict=True))
+
+        def loop(sites: Sequence[Any] = sites) -> None:
+            for model, optimizer, inputs, truth in sites:
+                for _ in range(steps):
+                    optimizer.zero_grad(set_to_none=True)
+                    loss(model(inputs), truth).backward()
+                    optimizer.step()
+
+        def together(stack: Stack = stack, batch: Sequence[Tensor] = (images, targets)) -> None:
+            for _ in range(steps):
+                stack.step(*batch)
+
+        loop()
+        together()
+        trained = [dict(model.named_parameters()) for model in networks]
+        apart = {name: torch.stack([state[name] for state in trained]) for name in stack.weights}
+        # A normalization removes these: their gradient is rounding, of which Adam makes full steps.
+        removed = {name for name in apart if name.endswith("conv.bias")}
+        kept = {name: apart[name] for name in apart if name not in removed}
+        others = largest_difference(kept, stack.weights)
+        biases = largest_difference({name: apart[name] for name in removed}, stack.weights)
+        with torch.no_grad():
+            outputs = [loss(model(inputs), truth) for model, _, inputs, truth in sites]
+            by_loop = torch.stack(outputs)
+            by_stack = stack.losses(stack.weights, images, targets)
         budget = part.share(len(counts) - place)
-        part.row(count, *stacked_row(part, task, images, targets, budget))
+        first, second = (1000 * value / steps for value in alternated(part, loop, together, budget))
+        losses = float((by_loop - by_stack).abs().max())
+        part.row(count, first, second, first / second, others, biases, losses)
 
 
-def stacked_row(
-    part: Part, task: TaskConfig, images: Tensor, targets: Tensor, budget: float
-) -> list[float]:
-    """A row of `stacked`; images and targets (sites, batch, ...)."""
-    loss = build_loss(task).to(part.device)
-    network = initial_network(task, 0).to(part.device).train()
-    networks = [copy.deepcopy(network) for _ in images]
-    stack = Stack(task, networks, loss)
-    parameters = [model.parameters() for model in networks]
-    optimizers = [build_optimizer(task.optimizer, weights, "loop") for weights in parameters]
-    sites = list(zip(networks, optimizers, images, targets, strict=True))
-
-    def step(model: nn.Module, optimizer: Any, inputs: Tensor, truth: Tensor) -> None:
-        optimizer.zero_grad(set_to_none=True)
-        loss(model(inputs), truth).backward()
-        optimizer.step()
-
-    of_sites = [repeated(partial(step, *site)) for site in sites]
-    of_stack = repeated(partial(stack.step, images, targets))
-    one_after_the_other(of_sites)()
-    of_stack()
-    trained = [dict(model.named_parameters()) for model in networks]
-    apart = {name: torch.stack([state[name] for state in trained]) for name in stack.weights}
-    # A normalization removes these: their gradient is rounding, of which Adam makes full steps.
-    removed = {name for name in apart if name.endswith("conv.bias")}
-    kept = {name: apart[name] for name in apart if name not in removed}
-    others = largest_difference(kept, stack.weights)
-    biases = largest_difference({name: apart[name] for name in removed}, stack.weights)
-    with torch.no_grad():
-        outputs = [loss(model(inputs), truth) for model, _, inputs, truth in sites]
-        by_stack = stack.losses(stack.weights, images, targets)
-    losses = float((torch.stack(outputs) - by_stack).abs().max())
-    plain = alternated(part, one_after_the_other(of_sites), of_stack, budget / 2)
-    for optimizer in (*optimizers, stack.optimizer):
-        make_capturable(optimizer)
-    graphs = [repeated(replayed(part, partial(step, *site))) for site in sites]
-    graph_of_stack = repeated(replayed(part, partial(stack.step, images, targets)))
-    captured = alternated(part, one_after_the_other(graphs), graph_of_stack, budget / 2)
-    row = []
-    for loop, together in (plain, captured):
-        row += [1000 * loop / STEPS, 1000 * together / STEPS, loop / together]
-    return [*row, others, biases, losses]
-
-
-def repeated(work: Work) -> Work:
-    """The work `STEPS` times."""
-
-    def repeat() -> None:
-        for _ in range(STEPS):
-            work()
-
-    return repeat
-
-
-def one_after_the_other(works: Sequence[Work]) -> Work:
-    """All of the work."""
-
-    def run() -> None:
-        for work in works:
-            work()
-
-    return run
-
-
-def replayed(part: Part, work: Work) -> Work:
-    """What replays the work as a CUDA graph; on a CPU the work itself."""
-    if part.device.type != "cuda":
-        return work
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return lambda: graph.replay()
+Work = Callable[[], None]
 
 
 def alternated(part: Part, first: Work, second: Work, budget: float) -> tuple[float, float]:
