@@ -27,7 +27,7 @@ _CONTRAST = 3.0  # the same for the span of intensities
 _MEDIAN = 0.5
 _SAMPLED = 10_000  # intensities of a channel, evenly spaced
 _MAX_CHANNELS = 64  # images with more are features and have no intensities
-# Percentiles over the images; neither is the value of a single image.
+# Percentiles over the images: the extreme images are left out.
 _OUTER = (5, 95)
 _INNER = (10, 90)
 
@@ -117,8 +117,8 @@ class TrainedOn:
 
 
 def range_of(images: Sequence[Acquisition], patients: int, minimum: int = 0) -> TrainedOn | None:
-    """The range of a site's training images, by percentiles, so that no number is of a single
-    image.
+    """The range of a site's training images, by percentiles, so that the extreme images are
+    left out.
 
     Args:
         patients: number of their patients.
