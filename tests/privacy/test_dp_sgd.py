@@ -328,6 +328,30 @@ class Averaging(nn.Module):
         return self.used(images - self.mean)
 
 
+class Codebook(Idle):
+    """Overwrites a weight without a gradient in every forward pass, as MONAI's VQVAE does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle.requires_grad_(False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        before = self.idle.weight[:, 0].clone()
+        self.idle.weight.data[:, 0] = images.detach().mean()
+        return self.used(images) + before
+
+
+class Remembering(Idle):
+    """Keeps the last batch in an attribute."""
+
+    last: Tensor | float = 0.0
+
+    def forward(self, images: Tensor) -> Tensor:
+        shifted = images - self.last
+        self.last = images.detach().mean()
+        return self.used(shifted)
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"), [(Refusing, "two"), (Constant, "does not require grad")]
 )
@@ -340,22 +364,24 @@ def test_networks_without_gradients_are_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("kind", [Idle, Frozen, Mixing, Averaging])
+@pytest.mark.parametrize("kind", [Idle, Frozen, Mixing, Averaging, Codebook, Remembering])
 def test_no_layer_mixes_patients(kind: type[nn.Module]) -> None:
     """Replacing one of four patients moves the clipped sum by at most 2 C, whatever a layer does
-    with a batch; a buffer keeps nothing of them.
+    with a batch; what is not trained keeps nothing of them.
     """
     sums = []
     for last in (1.0, 50.0):
         torch.manual_seed(0)
         network: Any = kind()
         check_gradients(kind(), torch.zeros(2, 3))  # type: ignore[arg-type]
-        before = {name: buffer.clone() for name, buffer in network.named_buffers()}
+        trainable = {name for name, weight in network.named_parameters() if weight.requires_grad}
+        before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
         site = linear_site([0.2, -0.4, 0.9, last])
         moves = trained(network, site, clip=0.1, loss=first_output)
         sums.append(torch.cat([move.flatten() for move in moves]) * 4)
-        for name, buffer in network.named_buffers():
-            assert torch.equal(buffer, before[name])
+        for name, tensor in network.state_dict().items():
+            assert name in trainable or torch.equal(tensor, before[name])
+        assert getattr(network, "last", 0.0) == 0.0
     assert 0 < (sums[1] - sums[0]).norm() <= 2 * 0.1 + 1e-6
 
 

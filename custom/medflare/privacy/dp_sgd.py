@@ -4,11 +4,12 @@ needs `medflare[privacy]`.
     g_t <- (Σ_{i in B_t} g_t(x_i) min(1, C / ||g_t(x_i)||_2) + N(0, σ² C² I)) / L
 
 B_t holds every patient with probability q, by one image each, and L = q · patients is its expected
-size. The network gets each image alone; Opacus clips the gradients and has the accountant. Noise
-and samples come from NumPy's generator: PyTorch's takes 32 bits of a seed on the CPU, few enough to
-try them all.
+size. Each image gets a copy of the network; Opacus clips the gradients and has the accountant.
+Noise and samples come from NumPy's generator: PyTorch's takes 32 bits of a seed on the CPU, few
+enough to try them all.
 """
 
+import copy
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
@@ -149,19 +150,20 @@ def _note_gradients(
 ) -> None:
     """Sets every parameter's `grad_sample` (images, *shape), which Opacus clips.
 
-    The network gets each image alone: whatever its layers do, none can mix two. Buffers are set
-    back, as no noise is added to what they keep of an image.
+    Each image gets a copy of the network: layers can mix no two, and what they keep of an image, in
+    a buffer, a weight or an attribute, is gone with the copy. No noise would be added to it.
     """
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    trained = {id(parameter) for parameter in parameters}
+    names = [name for name, weight in model.named_parameters() if id(weight) in trained]
     samples = [weight.new_zeros((len(images), *weight.shape)) for weight in parameters]
     for row, (image, target) in enumerate(zip(images, targets, strict=True)):
-        value = loss(model, image[None], target[None])
-        gradients = torch.autograd.grad(value, parameters, allow_unused=True)
+        network = copy.deepcopy(model)
+        weights = dict(network.named_parameters())
+        value = loss(network, image[None], target[None])
+        gradients = torch.autograd.grad(value, [weights[name] for name in names], allow_unused=True)
         for sample, gradient in zip(samples, gradients, strict=True):
             if gradient is not None:
                 sample[row] = gradient
-        for name, buffer in model.named_buffers():
-            buffer.copy_(before[name])
     for weight, sample in zip(parameters, samples, strict=True):
         weight.grad_sample = sample  # type: ignore[attr-defined]
 
