@@ -8,6 +8,8 @@ import pytest
 
 from e2e.simulation import ROOT
 from medflare.data.trial import builds_quickly
+from medflare.networks.catalogue import builds_on_meta
+from medflare.tasks.config import load_task
 
 TASKS = sorted(
     path
@@ -53,6 +55,20 @@ def test_small_arguments_need_no_trial(arguments: dict[str, Any]) -> None:
 )
 def test_large_arguments_need_a_trial(arguments: dict[str, Any]) -> None:
     assert not builds_quickly({"name": "UNet", **arguments})
+
+
+def test_a_network_that_fails_while_it_is_built_needs_a_trial() -> None:
+    """Until its last layer, which says why, it would be built in this process."""
+    task = load_task("phantom").to_dict()
+    unet = {
+        "name": "UNet",
+        "channels": [8, 8],
+        "strides": [1],
+        "norm": ["group", {"num_groups": 2}],
+    }
+    assert builds_on_meta(load_task({**task, "network": unet}))
+    late = {**unet, "channels": [7, 8]}
+    assert builds_quickly(late) and not builds_on_meta(load_task({**task, "network": late}))
 
 
 def test_a_network_of_another_package_with_arguments_needs_a_trial() -> None:

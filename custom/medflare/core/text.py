@@ -72,8 +72,13 @@ def is_name(text: str) -> bool:
 
 
 def is_site_name(text: str) -> bool:
-    """Whether a text can name a site, and its folder."""
-    return is_name(text) and "/" not in text and "\\" not in text
+    """Whether a text can name a site, and its folder.
+
+    Examples:
+        >>> is_site_name("site-1"), is_site_name("a/b"), is_site_name("-2")
+        (True, False, False)
+    """
+    return is_name(text) and not text.startswith("-") and "/" not in text and "\\" not in text
 
 
 def format_shape(sides: Iterable[Any]) -> str:

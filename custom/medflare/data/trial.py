@@ -23,7 +23,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.extensions import VARIABLE, trusted
 from medflare.core.text import format_shape
 from medflare.data.transforms import Augmentation, Preprocessing
-from medflare.networks.catalogue import meta_network
+from medflare.networks.catalogue import builds_on_meta, meta_network
 from medflare.networks.foreign import NetworkSpec, foreign_module, imported
 from medflare.tasks.allowed_transforms import is_usual
 from medflare.tasks.config import TaskConfig, load_task
@@ -52,7 +52,7 @@ def try_task(task: TaskConfig, memory: float, location: str, setting: str = "") 
     """
     # What this process does not trust is refused here, not in the other process.
     usual = [is_usual(settings) for settings in (task.intensity, *task.augment)]
-    if builds_quickly(task.network) and all(usual):
+    if builds_quickly(task.network) and builds_on_meta(task) and all(usual):
         return
     if foreign_module(task.network):
         imported(task.network["name"])

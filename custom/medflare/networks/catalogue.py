@@ -255,6 +255,16 @@ def meta_network(
     return _on_meta(partial(task_network, task, spec, outputs))
 
 
+def builds_on_meta(task: TaskConfig) -> bool:
+    """Whether `meta_network` takes no memory for the task's network, not even to fail."""
+    try:
+        with torch.device("meta"):
+            task_network(task)
+    except (ConfigError, RuntimeError):
+        return False
+    return True
+
+
 @torch.no_grad()
 def feature_width(task: TaskConfig, spec: NetworkSpec | None = None) -> int:
     """D, the channels of the features of the task's network or of one by `spec`."""
