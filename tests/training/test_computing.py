@@ -154,6 +154,10 @@ def test_a_gpu_that_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) 
     assert str(usable_device("cuda:1", "--device", initialize=False)) == "cuda:1"
     with pytest.raises(ConfigError, match="cuda:2"):
         usable_device("cuda:2", "--device", initialize=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ConfigError, match="a build without GPUs; use cpu, or install torch with"):
+        usable_device("cuda", "--device", initialize=False)
 
 
 def test_the_device_of_a_site(

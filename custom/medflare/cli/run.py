@@ -428,6 +428,7 @@ def _simulate(recipe: Any, names: list[str], folder: Path, threads: int | None) 
     from medflare.evaluation.results import RESULTS_FILE, find_results
     from medflare.federation.checkpoint import CHECKPOINT
 
+    print(f"FLARE's simulator starts with {len(names)} sites", flush=True)
     try:
         recipe.simulate(names, folder, threads=threads)
     except FederationFailed:  # results say why

@@ -469,10 +469,14 @@ def find_results(path: Path) -> Path:
     """
     if path.is_file():
         return path
+    if not path.exists():
+        raise StateError(f"{path}: there is no such folder or file; name the folder of a run")
     if (path / RESULTS_FILE).is_file():
         return path / RESULTS_FILE
     # Runs of the plain loop, and workspaces of FLARE.
     files = [*path.glob(f"*/{RESULTS_FILE}"), *path.glob(f"**/{FOLDER}/{RESULTS_FILE}")]
+    if not files and (path / "study.html").is_file():
+        raise StateError(f"{path}: a study's folder; its tables are in {path / 'study.html'}")
     if not files:
         raise StateError(
             f"{path}: no {RESULTS_FILE} here; name the folder of a run. If the run has not ended, "

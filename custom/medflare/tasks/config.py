@@ -523,4 +523,7 @@ def _read(source: str | Path) -> tuple[Any, str]:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: not valid JSON ({error}); {_REMEDY}") from error
     files = get_close_matches(str(path), map(str, path.parent.glob("*.json")), n=1)
+    if path.suffix == ".json":
+        hint = f"; did you mean {files[0]}?" if files else ""
+        raise ConfigError(f"{path}: there is no such file{hint}")
     raise unknown("task file or preset", str(source), {*presets(), *files})

@@ -138,6 +138,11 @@ def usable_device(name: str, location: str, *, initialize: bool = True) -> torch
         ) from error
     if device.type == "cuda":
         count = torch.cuda.device_count()
+        if not count and torch.version.cuda is None and torch.version.hip is None:
+            raise ConfigError(
+                f"{location}: device {name!r}: torch {torch.__version__} is a build without GPUs; "
+                "use cpu, or install torch with CUDA, see pytorch.org"
+            )
         if (device.index or 0) >= count:
             raise ConfigError(
                 f"{location}: device {name!r} is not here, torch sees {count} GPUs (from cuda:0); "
