@@ -181,6 +181,23 @@ def test_too_few_inside_sites_end_the_run_with_the_reasons() -> None:
         enrolment(Sites({0: "ABC"}, problems)).open(2)
 
 
+def test_a_range_is_of_the_training_images() -> None:
+    """The server sends the sum of their numbers to all sites."""
+    sides = [[16.0, 16.0], [16.0, 16.0]]
+    values = [[0.0], [1.0]]
+    trained_on = {"sides": sides, "spacing": None, "extent": None, "coloured": [False]}
+    trained_on |= {"medians": values, "contrasts": values}
+    answers = {}
+    for site, images in (("A", 7), ("B", 2**63)):
+        meta = {**COUNTS, "trained_on": {**trained_on, "images": images}}
+        answers[site] = Answer(Message({}, meta))
+    admission = enrolment(Sites({0: "ABC"}, answers))
+    admission.open(2)
+    assert admission.inside == ["A", "C"]
+    (event,) = admission.context.events.of("rejected")
+    assert event["site"] == "B" and "more images than it trains on" in event["message"]
+
+
 def test_counts_by_class_are_of_the_training_images() -> None:
     """They decide class weights, shares and which model other sites get."""
     everything = {**COUNTS, "class_counts": [2**53, 0]}

@@ -192,9 +192,12 @@ class Enrolment:
                 "counts do not change during a run"
             )
         if RANGE in reply:
-            problem = read_range(reply[RANGE]).misfit(self.context.task)
+            trained = read_range(reply[RANGE])
+            problem = trained.misfit(self.context.task)
             if problem:
                 return problem
+            if trained.images > images.get("train", 0):
+                return f"{RANGE.name} is of more images than it trains on"
         return self._count_problem(reply[CLASS_COUNTS], images.get("train", 0))
 
     def _count_problem(self, counts: Sequence[int], images: int) -> str:
