@@ -31,6 +31,7 @@ from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.training.computing import usable_device
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
@@ -108,8 +109,8 @@ def run_local(
             value}`, `server={name: value}`.
 
     Raises:
-        ConfigError: the method, task, a hyper-parameter or a site name is wrong. Later errors give
-            a result with status FAILED.
+        ConfigError: the method, task, a hyper-parameter, a site name or the device is wrong. Later
+            errors give a result with status FAILED.
         StepFailed: the method's code has a bug; it is raised after results.json says FAILED.
     """
     chosen = get_method(method, site=site_algorithm, server=server_algorithm)
@@ -120,8 +121,7 @@ def run_local(
     inside = tuple(name for name in _names(sites) if name not in apart)
     if not inside:
         raise ConfigError("every site is outside; name at least one that trains")
-    if workers is not None and workers < 1:
-        raise ConfigError(f"workers = {workers}: how many sites train at the same time, at least 1")
+    _check_machine(device, workers)
     rules = {name: options.pop(name) for name in RULES if name in options}
     settings = run_settings({"rounds": rounds, "seed": seed, "outside": apart, **rules})
     folder = None if out is None else Path(out)
@@ -215,8 +215,16 @@ def _names(sites: int | Iterable[str]) -> tuple[str, ...]:
     else:
         names = _listed(sites, "sites")
     if not names or len(set(names)) < len(names):
-        raise ConfigError(f"sites = {names}: name at least one site, each once")
+        shown = sites if isinstance(sites, int) else names
+        raise ConfigError(f"sites = {shown}: name at least one site, each once")
     return tuple(sorted(names))
+
+
+def _check_machine(device: str | None, workers: int | None) -> None:
+    if device is not None:
+        usable_device(device, "device", initialize=False)
+    if workers is not None and workers < 1:
+        raise ConfigError(f"workers = {workers}: how many sites train at the same time, at least 1")
 
 
 def _listed(names: Iterable[str], setting: str) -> list[str]:
