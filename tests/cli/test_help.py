@@ -1,6 +1,7 @@
 """`--help` is there at once, and every example that it shows is one; what the command line does not know is refused in one line."""
 
 import errno
+import os
 import re
 import shlex
 import subprocess
@@ -98,6 +99,16 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--version"])
     assert capsys.readouterr().out == f"medflare {medflare.__version__}\n"
+
+
+def test_processes_of_a_command_import_nothing_from_the_working_directory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be a folder that somebody else has filled, such as results that were fetched."""
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert os.environ["PYTHONSAFEPATH"] == "1"
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from medflare.core.errors import ConfigError, DataError, one_line
 from medflare.core.events import EventLog
 from medflare.core.message import Message
 from medflare.core.store import csv_cell, csv_text
-from medflare.core.text import printable_json
+from medflare.core.text import printable_json, read_text
 from medflare.data.datalist import read_datalist
 from medflare.federation import protocol
 from medflare.federation.protocol import message_problem
@@ -127,3 +128,12 @@ def test_json_that_is_nested_deep_raises() -> None:
         printable_json(value)
     with pytest.raises(ConfigError, match="nested too deep"):
         load_task({**TASK, "network": {"name": "unet", "more": value}})
+
+
+def test_pipes_are_not_read(tmp_path: Path) -> None:
+    pipe = tmp_path / "notes.csv"
+    os.mkfifo(pipe)
+    with pytest.raises(ValueError, match="a pipe or a device"):
+        read_text(pipe)
+    with pytest.raises(FileNotFoundError):
+        read_text(tmp_path / "missing.csv")

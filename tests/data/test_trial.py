@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from e2e.simulation import ROOT
+from medflare.data import trial
 from medflare.data.trial import builds_quickly
 from medflare.networks.catalogue import builds_on_meta
 from medflare.tasks.config import load_task
@@ -74,3 +75,15 @@ def test_a_network_that_fails_while_it_is_built_needs_a_trial() -> None:
 def test_a_network_of_another_package_with_arguments_needs_a_trial() -> None:
     assert builds_quickly({"name": "lab_nets.small:Plain"})
     assert not builds_quickly({"name": "lab_nets.small:Plain", "width": 4})
+
+
+@pytest.mark.slow
+def test_a_trial_imports_nothing_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the folder of a model that somebody else has made."""
+    for name in ("medflare", "torch", "json", "subprocess"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    task = json.dumps(load_task("phantom").to_dict())
+    assert trial._problem(task, "", 4.0, 60) == ""

@@ -103,8 +103,10 @@ def read_text(path: Path) -> str:
     """The text of a file that people write, as editors on all systems save it.
 
     UTF-8 with or without a byte order mark, or UTF-16 with one; line ends are left as they are.
-    ValueError for another encoding, OSError if the file cannot be read.
+    ValueError for another encoding, a pipe and a device, OSError if the file cannot be read.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError("no file but a pipe or a device")
     content = path.read_bytes()
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return content.decode("utf-16")

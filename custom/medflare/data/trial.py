@@ -31,6 +31,11 @@ from medflare.tasks.config import TaskConfig, load_task
 _SECONDS = 30  # of computing, for the network, one image and all transforms
 _START = 600  # seconds in which a busy machine starts Python and imports MONAI
 _DRAWS = 3
+# Not by -m, which imports from the working directory: a folder that somebody else may have filled.
+_RUN = (
+    "import sys; sys.path[:] = filter(None, sys.path); from medflare.data.trial import main; "
+    "main(float(sys.argv[1]), int(sys.argv[2]))"
+)
 # Of a network that is built in seconds, whatever its arguments say.
 _FEW = 32  # values of an argument
 _DEEP = 64  # largest number: of blocks, of layers, ...
@@ -108,7 +113,7 @@ def _problem(task: str, packages: str, memory: float, seconds: int) -> str:
         "CUDA_VISIBLE_DEVICES": "",
         VARIABLE: packages,
     }
-    command = [sys.executable, "-u", "-m", "medflare.data.trial", str(memory), str(seconds)]
+    command = [sys.executable, "-u", "-c", _RUN, str(memory), str(seconds)]
     try:
         ended = subprocess.run(
             command,
@@ -171,7 +176,3 @@ def _limit(memory: float) -> None:
         if hard != psutil.RLIM_INFINITY:
             limit = min(limit, hard)
         process.rlimit(psutil.RLIMIT_AS, (limit, hard))
-
-
-if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]))
