@@ -147,6 +147,10 @@ def test_data_as_the_task_needs_them(
         "it has four training patients"
     )
     set_up(site, KitSettings(minimum_patients=4))
+    few = _found(site, "data", make_task())
+    assert few.status == "warning" and "validation patients and" in few.text
+    assert "fewer than minimum_patients 4, so that no metric" in few.text
+    set_up(site, KitSettings(minimum_patients=1))
     assert _found(site, "data").status == _found(site, "data", make_task()).status == "ok"
     next(folder.rglob("*.png")).write_bytes(b"damaged")
     assert (
@@ -161,7 +165,7 @@ def test_data_are_looked_for_where_a_run_does(
     other = make_site(name="other")
     next(other.rglob("*.png")).write_bytes(b"another site's, and damaged")
     monkeypatch.setenv("HOME", str(own.parent.parent))
-    set_up(site, KitSettings(minimum_patients=4))
+    set_up(site, KitSettings(minimum_patients=1))
     assert _found(site, "data").status == "warning"
     monkeypatch.setenv(ENVIRONMENT, str(own.parent))
     assert _found(site, "data").status == "ok" and str(own) in _found(site, "data").text

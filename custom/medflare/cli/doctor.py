@@ -263,6 +263,8 @@ def _data(kit: Kit, local: LocalSettings, task: TaskConfig | None) -> str:
         )
     splits = []
     for site in report.sites.values():
+        if site.suppressed:
+            raise _Warning(f"{site.suppressed}; the splits are in {root}")
         splits += [f"{name} {images}" for name, (images, _) in site.splits.items()]
     return f"every image can be read: {', '.join(splits)}"
 

@@ -73,6 +73,8 @@ class SiteCheck:
 
     # Split -> (images, patients); a volume counts by its slices.
     splits: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # Splits with fewer patients than `minimum_patients`, in words.
+    suppressed: str = ""
     # Stored size as text -> number of files.
     sizes: Counter[str] = field(default_factory=Counter)
     # Class -> its training images, or pixels (segmentation).
@@ -336,6 +338,9 @@ def _check_folder(
     for split in SPLITS:
         patients = data.split(split).patients
         report.splits[split] = (len(data.split(split)), len(set(patients)))
+    report.suppressed = _suppressed(report.splits, local.minimum_patients)
+    if report.suppressed:
+        report.notes.append(report.suppressed)
     if report.test_only:
         report.notes += [*data.notes, "has test images only, so it can only be an outside site"]
         return data
@@ -355,6 +360,20 @@ def _check_folder(
     if scarce:
         report.notes.append(scarce_line(scarce))
     return data
+
+
+def _suppressed(splits: Mapping[str, tuple[int, int]], minimum: int) -> str:
+    """Which splits have images of fewer patients than `minimum`, in words; "" if none has."""
+    few = []
+    for split, (_, patients) in splits.items():
+        if 0 < patients < minimum:
+            few.append(f"{patients} {split} patients")
+    if not few:
+        return ""
+    return (
+        f"{' and '.join(few)}: fewer than minimum_patients {minimum}, so that no metric of these "
+        "images leaves the site"
+    )
 
 
 # Shape, and hash of the thinned values -> the first such image of all sites, and its source.
