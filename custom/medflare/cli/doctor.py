@@ -221,7 +221,7 @@ def _disk(kit: Kit, local: LocalSettings | None) -> str:
     free, folder = min((shutil.disk_usage(folder).free / _GB, folder) for folder in folders)
     text = f"{free:.1f} GB free at {folder}"
     if free < 1:
-        raise ConfigError(text)
+        raise ConfigError(f"{text}; free some space")
     if free < 10:
         raise _Warning(text)
     return text
@@ -259,7 +259,7 @@ def _data(kit: Kit, local: LocalSettings, task: TaskConfig | None) -> str:
     if problems:
         raise ConfigError(
             f"{len(problems)} problems, the first: {problems[0]}; "
-            f"see medflare data check {root} --task {task.name}"
+            f"see medflare data check {root} with this --task"
         )
     splits = []
     for site in report.sites.values():
