@@ -127,6 +127,7 @@ def test_a_valid_reply_has_no_problem() -> None:
         (DELIVERS, {"privacy": {"epsilon": 1.0, "delta": 2.0, "steps": 1}}),
         (DELIVERS, {"patients": 3}),
         (DELIVERS, {"metrics": {"global": [1]}}),
+        (DELIVERS, {"intervals": {"global": {"A": {"dice": [0.5]}}}}),
         (DELIVERS, {"reports": {"$\\frac{$": {}}}),
         (DELIVERS, {"classes": {"global": {}}}),
         (DELIVERS, {"classes": {"global": {"confusion": [[[1, 2]]], "roc": []}}}),

@@ -215,6 +215,12 @@ def _check_curve(curve: Any) -> Any:
     return curve
 
 
+def _check_interval(ends: list[float]) -> list[float]:
+    if len(ends) == 1:
+        raise ValueError("an interval has two ends, or is empty")
+    return ends
+
+
 class _Classes(TypedDict):
     """See `tasks.classes.class_report`; suppressed lists are empty."""
 
@@ -257,7 +263,7 @@ _Version = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9_.+!-]{1,64}$"
 _Metrics = Annotated[
     dict[str, Annotated[float, Field(strict=True)] | None], AfterValidator(_check_metrics)
 ]
-_Interval = Annotated[list[float], Field(max_length=2)]
+_Interval = Annotated[list[float], Field(max_length=2), AfterValidator(_check_interval)]
 _Intervals = Annotated[dict[str, _Interval], AfterValidator(_check_metrics)]
 _Range = Annotated[Any, AfterValidator(check_range)]
 # A split of too few patients is missing.
