@@ -107,6 +107,30 @@ class Idle(FedAvgServer[Any]):
         self.select_model(step, replies)
 
 
+class Losing(FedAvgServer[Any]):
+    """Forgets a tensor of the mean."""
+
+    def aggregate_models(self, step: Step, replies: Any) -> None:
+        before = self.model["head.bias"]
+        super().aggregate_models(step, replies)
+        self.model = {**self.model, "head.bias": before}
+
+
+class Renaming(FedAvgSite[Any]):
+    """Once it has trained, it makes a model that the method does not declare."""
+
+    trained = PersistentState("trained")
+
+    def train(self, round: int, incoming: Message) -> Message:
+        reply = super().train(round, incoming)
+        self.trained = reply[MODEL]
+        return reply
+
+    def finalize(self, incoming: Message) -> Any:
+        models = super().finalize(incoming)
+        return {**models, "persnal": models["global"]} if self.trained else models
+
+
 class Promising(FedAvgSite[Any]):
     """Declares what it never sends."""
 
@@ -396,6 +420,18 @@ class SeedingServer(FedAvgServer):
             r"model 'global', .* send validation={'global':",
         ),
         (FedAvgSite, Idle, {"plain loop"}, "same tensors in every round"),
+        (
+            FedAvgSite,
+            Losing,
+            {"plain loop"},
+            r"the same 'head\.bias' of 'model', which sites train, in every round",
+        ),
+        (
+            Renaming,
+            FedAvgServer,
+            {"plain loop"},
+            r"Renaming: finalize makes a model 'persnal', its roles are global, personal, deployed",
+        ),
         (FedAvgSite, SeedingServer, {"plain loop"}, r"the server after 'train' .* of torch, or"),
         (Peeking, FedAvgServer, {"plain loop"}, r"method slip reads test images in 'train'; take"),
         (Reading, FedAvgServer, {"other test images"}, "models/global depends on test images"),

@@ -181,10 +181,9 @@ def _role_problem(method: Method, plan: Plan, last: Sequence[Message], adapt: st
         return f"its finalize returns a {kind}; return a dict of role to Message"
     if "deployed" in method.roles and "deployed" not in models:
         return f"its finalize makes no model 'deployed', it makes {', '.join(models) or 'none'}"
-    undeclared = [role for role in models if role not in method.roles]
-    if undeclared:
-        declared = ", ".join(method.roles) or "none"
-        return f"its finalize makes a model {undeclared[0]!r}, its roles are {declared}"
+    problem = method.role_problem(models)
+    if problem:
+        return f"its {problem}"
     if adapt == ROUTING and any(map(holds_experts, last)):
         return None
     if adapt != NONE and "deployed" in models:

@@ -191,6 +191,14 @@ class Method:
         self._check_pair()
         return Plan(task, sites, *self.built(values))
 
+    def role_problem(self, models: Mapping[str, Any]) -> str | None:
+        """Which of the final models has no role of the method, in words, or None."""
+        undeclared = [role for role in models if role not in self.roles]
+        if not undeclared:
+            return None
+        declared = ", ".join(self.roles) or "none"
+        return f"finalize makes a model {undeclared[0]!r}, its roles are {declared}"
+
     def make_site(self, site: "Site", plan: "Plan") -> "SiteAlgorithm":
         return self.site_class(site, plan)
 

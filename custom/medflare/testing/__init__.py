@@ -22,6 +22,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from medflare.core.errors import MedflareError, StepFailed
 from medflare.core.message import Message
@@ -144,24 +145,36 @@ class _Record:
     Attributes:
         sent: phase -> names of metadata and states in its replies.
         read: phase and name of the states that the server has read.
-        received: site and phase -> checksums of the tensors of its requests, of those that ask for
-            tensors.
+        received: site, phase, entry and name -> this tensor of the phase's requests, of those that
+            are answered with tensors.
+        trained: those of which a site has sent another one.
         slip: the first step that changed a global random generator, or the first reply with a
             `leak`, in words.
     """
 
     sent: dict[str, set[str]] = field(default_factory=dict)
-    received: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    received: dict[tuple[str, str, str, str], list[Tensor]] = field(default_factory=dict)
+    trained: set[tuple[str, str, str, str]] = field(default_factory=set)
     slip: str = ""
     read: set[tuple[str, str]] = field(default_factory=set)
 
     @property
-    def is_constant(self) -> bool:
-        """Whether every phase that exchanges tensors in several rounds always asks with the same
-        ones.
+    def unchanged(self) -> str:
+        """What the server sends in several rounds without a change although it should, in words;
+        "" if there is nothing.
         """
-        repeated = [checksums for checksums in self.received.values() if len(checksums) > 1]
-        return bool(repeated) and all(len(set(checksums)) == 1 for checksums in repeated)
+        repeated = {key: tensors for key, tensors in self.received.items() if len(tensors) > 1}
+        constant = []
+        for key, tensors in repeated.items():
+            if all(torch.equal(tensor, tensors[0]) for tensor in tensors):
+                constant.append(key)
+        if repeated and len(constant) == len(repeated):
+            return "the same tensors"
+        for key in constant:
+            if key in self.trained:
+                *_, entry, name = key
+                return f"the same {name!r} of {entry!r}, which sites train,"
+        return ""
 
     @contextmanager
     def watched(self, networks: dict[str, Any], party: str) -> Iterator[None]:
@@ -179,9 +192,15 @@ class _Record:
     def note(self, algorithm: SiteAlgorithm, phase: str, incoming: Message, reply: Message) -> None:
         self.slip = self.slip or leak(algorithm, phase, reply)
         self.sent.setdefault(phase, set()).update(reply.meta, reply.states)
-        if incoming.states and reply.states:
-            checksum = states_digest(incoming.states)
-            self.received.setdefault((algorithm.site.name, phase), []).append(checksum)
+        if not reply.states:
+            return
+        for entry, state in incoming.states.items():
+            sent = reply.states.get(entry, {})
+            for name, tensor in state.items():
+                key = (algorithm.site.name, phase, entry, name)
+                self.received.setdefault(key, []).append(tensor.clone())
+                if name in sent and not torch.equal(sent[name], tensor):
+                    self.trained.add(key)
 
     def noted(self, phase: str, reply: Message) -> Message:
         """A reply that notes which of its states are read."""
@@ -253,6 +272,9 @@ class _Kit:
         results = self.run("loop", _recorded(self.method, self._record))
         self._changed = self._outside_memory.changed()
         validate_results(results)
+        for event in results["events"]:
+            if event["kind"] == "failed":
+                raise Failed(f"site {event['site']}: {event['message']}")
         for site, entry in results["sites"].items():
             for role in self.method.roles if entry["role"] == "inside" else ["deployed"]:
                 if entry["metrics"][role][self.task.metric] is None:
@@ -264,9 +286,9 @@ class _Kit:
             load_model(card.parent).build(build_deployed)
         if self._record.slip:
             raise Failed(self._record.slip)
-        if self._record.is_constant:
+        if self._record.unchanged:
             raise Failed(
-                "the server sends the same tensors in every round; "
+                f"the server sends {self._record.unchanged} in every round; "
                 "use the replies in a method with @handles"
             )
         for model, selection in results["model_selection"].items():
