@@ -46,19 +46,22 @@ class TestTimeNorm(nn.Module):
 
 def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
     """The model's BatchNorm layers by name, found by type; a layer used in two places has two
-    names. ConfigError if there are none.
+    names.
     """
-    layers = {
+    return {
         name: layer
         for name, layer in model.named_modules(remove_duplicate=False)
         if isinstance(layer, _BatchNorm)
     }
-    if not layers:
+
+
+def require_batch_norm(model: nn.Module) -> None:
+    """Raises ConfigError for a model without BatchNorm layers."""
+    if not batch_norm_layers(model):
         raise ConfigError(
             f"{type(model).__name__} has no BatchNorm, which Tent and DSBN adapt; "
             "use a network with BatchNorm or test-time adaptation none"
         )
-    return layers
 
 
 def replace_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
@@ -67,17 +70,25 @@ def replace_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, layer)
 
 
-def with_batch_statistics(model: nn.Module) -> tuple[nn.Module, dict[str, TestTimeNorm]]:
-    """A copy of the model that normalises by the current batch, and its replaced BatchNorm layers
+def normalise_by_batch(model: nn.Module) -> dict[str, TestTimeNorm]:
+    """Lets the model normalise by the current batch; the layers that replace its BatchNorm layers,
     by name (`batch_norm_layers`).
     """
-    model = copy.deepcopy(model).eval()
     replaced: dict[_BatchNorm, TestTimeNorm] = {}
     by_name = {}
     for name, layer in batch_norm_layers(model).items():
         by_name[name] = replaced.setdefault(layer, TestTimeNorm(layer))
         replace_layer(model, name, by_name[name])
-    return model, by_name
+    return by_name
+
+
+def with_batch_statistics(model: nn.Module) -> tuple[nn.Module, dict[str, TestTimeNorm]]:
+    """A copy of the model that normalises by the current batch, and its replaced BatchNorm layers
+    by name; ConfigError if there are none.
+    """
+    require_batch_norm(model)
+    model = copy.deepcopy(model).eval()
+    return model, normalise_by_batch(model)
 
 
 @torch.no_grad()
@@ -131,7 +142,7 @@ class TargetStatistics(nn.Module):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        batch_norm_layers(model)
+        require_batch_norm(model)
         self.model = copy.deepcopy(model).eval()
 
     def adapt(self, batches: Iterable[Tensor]) -> None:

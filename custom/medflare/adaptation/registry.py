@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from medflare.adaptation.dsbn import TargetStatistics, TestTimeNorm, batch_norm_layers
+from medflare.adaptation.dsbn import TargetStatistics, TestTimeNorm, require_batch_norm
 from medflare.adaptation.labelshift import CLASS_SHARES, UNKNOWN_SHARES, LabelShift
 from medflare.adaptation.memo import MEMO, MEMOSettings
 from medflare.adaptation.sar import SAR, SARSettings
@@ -117,7 +117,7 @@ ADAPTATIONS = _Adaptations("adaptation", "adaptations", lambda: _BUILTIN, _try)
 
 def check_adaptable(task: TaskConfig) -> None:
     """Raises ConfigError if the task's network has no BatchNorm, which Tent and DSBN need."""
-    batch_norm_layers(meta_network(task))
+    require_batch_norm(meta_network(task))
 
 
 def parsed(adapt: str) -> tuple[str, dict[str, Any]]:

@@ -20,9 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from medflare.adaptation.dsbn import TestTimeNorm, replace_layer
+from medflare.adaptation.dsbn import TestTimeNorm, normalise_by_batch, replace_layer
 from medflare.core.errors import StateError
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, copy_state, misfit
@@ -181,14 +180,9 @@ class RoutedNetwork(nn.Module):
         self.router: MLPRouter | None = None
         with seeded(routing.seed, "router"):
             self._route(routing)
-        # BatchNorm layers that normalise by the test batch.
-        self.norms: list[TestTimeNorm] = []
+        self.norms: dict[str, TestTimeNorm] = {}  # BatchNorm that normalises by the test batch
         if routing.statistics == "batch":
-            for name, layer in list(self.network.named_modules()):
-                if isinstance(layer, _BatchNorm):
-                    norm = TestTimeNorm(layer)
-                    self.norms.append(norm)
-                    self._replace(name, norm)
+            self.norms = normalise_by_batch(self.network)
         self.eval()
 
     def _replace(self, name: str, layer: nn.Module) -> None:
@@ -270,7 +264,7 @@ class RoutedNetwork(nn.Module):
         """
         for name, (module, part) in self._unrouted.items():
             getattr(module, part).copy_(self._experts[expert][name])
-        for norm in self.norms:
+        for norm in self.norms.values():
             norm.running = running
 
     def prefer(self, expert: int) -> None:
