@@ -14,6 +14,7 @@ from medflare.core.settings import strict_dataclass
 from medflare.core.specs import MetaSpec, TensorSpec
 from medflare.federation.local.loop import run_local
 from medflare.federation.preflight import check_run
+from medflare.federation.settings import RunSettings
 from medflare.methods import catalogue
 from medflare.methods.aggregation import WeightedMean
 from medflare.methods.base import Step
@@ -242,9 +243,9 @@ class LateStyleServer(FedAvgServer[Any]):
 
 def test_a_slip_in_a_later_round_is_named() -> None:
     method = Method("slip", "A method with a slip", "unpublished", FedAvgSite, LateStyleServer)
-    check_run(method, TASK, {}, rounds=2)
+    check_run(method, TASK, {}, RunSettings(rounds=2, seed=0))
     with pytest.raises(ConfigError, match="no phase 'styles'"):
-        check_run(method, TASK, {}, rounds=3)
+        check_run(method, TASK, {}, RunSettings(rounds=3, seed=0))
 
 
 def test_hyper_parameters_without_their_decorator_are_refused() -> None:

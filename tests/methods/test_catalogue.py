@@ -23,7 +23,7 @@ from medflare.core.hyper import ALGORITHMS, described
 from medflare.core.message import Message
 from medflare.federation.local.loop import run_local
 from medflare.federation.preflight import check_run
-from medflare.federation.settings import RUN_SETTINGS
+from medflare.federation.settings import RUN_SETTINGS, RunSettings
 from medflare.inference.deployed import load_model, save_model
 from medflare.methods import catalogue
 from medflare.methods.catalogue import build_deployed, get_method, method_names, module_of
@@ -124,7 +124,8 @@ def test_every_pair_of_algorithms_works_or_is_refused_in_one_line() -> None:
     for of_site, of_server in product(sites.values(), servers.values()):
         pair = get_method(of_site, server=of_server)
         try:
-            check_run(pair, TASK, {}, rounds=2, outside=[OUTSIDE] if pair.outside else [])
+            outside = (OUTSIDE,) if pair.outside else ()
+            check_run(pair, TASK, {}, RunSettings(rounds=2, seed=0, outside=outside))
         except ConfigError as error:
             refused[of_site, of_server] = str(error)
             continue

@@ -338,16 +338,7 @@ def run(
     with options.environment(data_root=data_root, device=device):
         options.check_sites(names, task)
         values = {name: arguments[name] for name in RUN_SETTINGS if name in arguments}
-        rules = run_settings(values)
-        check_run(
-            method,
-            task,
-            hyper,
-            rounds=rules.rounds,
-            outside=rules.outside,
-            cross_site=rules.cross_site,
-            adapt=rules.adapt,
-        )
+        check_run(method, task, hyper, run_settings(values))
         if dry_run:
             from medflare.networks.weights import starting_state
 

@@ -16,7 +16,7 @@ from medflare.core.phases import Phase
 from medflare.core.text import Json
 from medflare.data.loading import SiteData, Split
 from medflare.federation.protocol import request_problem
-from medflare.federation.settings import FINALIZE
+from medflare.federation.settings import FINALIZE, RunSettings
 from medflare.federation.step_errors import described
 from medflare.methods.base import Plan, ServerAlgorithm, ServerContext, Step
 from medflare.methods.catalogue import build_deployed
@@ -28,24 +28,11 @@ from medflare.training.site import Site
 _SITES = ("one", "two")  # the messages do not depend on the names
 
 
-def check_run(
-    method: Method,
-    task: TaskConfig,
-    hyper: Json,
-    *,
-    rounds: int | None = None,
-    outside: Sequence[str] = (),
-    cross_site: bool = False,
-    adapt: str = NONE,
-) -> None:
+def check_run(method: Method, task: TaskConfig, hyper: Json, settings: RunSettings) -> None:
     """Check a run before it starts.
 
     Args:
         hyper: the method's hyper-parameters, see `core.hyper.split_hyper`.
-        rounds: of the run; None: any number.
-        outside: sites that do not train.
-        cross_site: see `settings.Rules`.
-        adapt: see `settings.Rules`.
 
     Raises:
         ConfigError: a hyper-parameter is wrong; the method cannot learn the task, has no model for
@@ -54,12 +41,14 @@ def check_run(
             do not match.
     """
     method.check(hyper, task)
+    rounds = settings.rounds
+    outside = settings.outside
     if outside and not method.outside:
         raise ConfigError(
             f"method {method.name!r} has no model for sites that do not train; "
             f"remove outside: {', '.join(outside)}"
         )
-    if cross_site and "personal" not in method.roles:
+    if settings.cross_site and "personal" not in method.roles:
         raise ConfigError(
             f"cross_site: method {method.name!r} has no personal models; "
             "every site tests its one model in any case"
@@ -72,11 +61,11 @@ def check_run(
             f"rounds is 0, which trains nothing, and task {task.name} starts from random weights; "
             "give 1 or more, or a model to evaluate (network.weights, --model)"
         )
-    parsed(adapt)
+    parsed(settings.adapt)
     if method.trains:
         plan = method.plan(task, _SITES, hyper)
         try:
-            problem = _dry_run(method, plan, rounds or 1, outside, adapt)
+            problem = _dry_run(method, plan, rounds or 1, outside, settings.adapt)
         except MedflareError:
             raise
         except Exception as error:

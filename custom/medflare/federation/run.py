@@ -178,15 +178,7 @@ class Run:
         """
         if resume:
             self._checkpoint.stored()
-        check_run(
-            self.method,
-            self.task,
-            self.hyper,
-            rounds=self.settings.rounds,
-            outside=self.settings.outside,
-            cross_site=self.settings.cross_site,
-            adapt=self.settings.adapt,
-        )
+        check_run(self.method, self.task, self.hyper, self.settings)
 
     def _federation(self, exchange: Exchange, tracker: Tracker) -> Federation:
         seed = self.settings.seed

@@ -10,6 +10,7 @@ from medflare.core.hyper import SplitHyper, parsed_value, split_hyper
 from medflare.core.text import Json, JsonDict
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results, versions_of_run
 from medflare.federation.preflight import check_run
+from medflare.federation.settings import RunSettings
 from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
 from medflare.studies.references import (
@@ -149,8 +150,10 @@ class Candidate:
             if self.method == BATCH_STATISTICS:
                 check_adaptable(task)
             if self.method != CONSTANT:
-                served = self._served(outside)
-                check_run(self._trained, task, self.hyper, rounds=rounds, outside=served)
+                if rounds is None:
+                    rounds = int(self._trained.trains)
+                settings = RunSettings(rounds=rounds, seed=0, outside=self._served(outside))
+                check_run(self._trained, task, self.hyper, settings)
         except ConfigError as error:
             raise ConfigError(f"{self.label}: {error}") from error
 

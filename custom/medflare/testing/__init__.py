@@ -32,7 +32,7 @@ from medflare.evaluation.results import COMPLETED, find_results, load_results, v
 from medflare.federation.local.loop import resume_local, run_local
 from medflare.federation.preflight import check_run
 from medflare.federation.request_order import schedule_of
-from medflare.federation.settings import step_name
+from medflare.federation.settings import RunSettings, step_name
 from medflare.federation.step_errors import described
 from medflare.inference.deployed import load_model
 from medflare.methods.base import SiteAlgorithm, Step
@@ -266,7 +266,8 @@ class _Kit:
         return _completed(run_local(method or self.method, self.task, **settings))
 
     def dry_run(self) -> None:
-        check_run(self.method, self.task, self.hyper, rounds=2, outside=self.outside)
+        settings = RunSettings(rounds=2, seed=1, outside=tuple(self.outside))
+        check_run(self.method, self.task, self.hyper, settings)
 
     def plain_loop(self) -> None:
         results = self.run("loop", _recorded(self.method, self._record))

@@ -13,6 +13,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, weighted_mean
 from medflare.federation.preflight import check_run
+from medflare.federation.settings import RunSettings
 from medflare.methods.aggregation import SiteModel
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
@@ -608,13 +609,14 @@ class TestAllRules:
     @pytest.mark.parametrize("name", RULES)
     def test_pairs_with_other_site_algorithms(self, squares: ModuleType, name: str) -> None:
         whole = {"fedce", "feddg_ga"}
+        two_rounds = RunSettings(rounds=2, seed=0)
         for partner in ("fedprox", "moon", "fedbn", "fedrep", "ditto", "fedbabu"):
             pair = get_method(partner, server=name)
             if name in whole and partner in ("fedbn", "fedrep", "fedbabu"):
                 with pytest.raises(ConfigError, match="whole models"):
-                    check_run(pair, squares.CLASSIFICATION_WITH_BATCH_NORM, {}, rounds=2)
+                    check_run(pair, squares.CLASSIFICATION_WITH_BATCH_NORM, {}, two_rounds)
             else:
-                check_run(pair, squares.CLASSIFICATION_WITH_BATCH_NORM, {}, rounds=2)
+                check_run(pair, squares.CLASSIFICATION_WITH_BATCH_NORM, {}, two_rounds)
 
     def test_trained_entries_are_parameters(self, squares: ModuleType) -> None:
         made = aggregation("ida")

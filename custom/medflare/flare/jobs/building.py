@@ -120,15 +120,7 @@ class FederationJob(FedJob):
         method = get_method(
             settings.method, site=settings.site_algorithm, server=settings.server_algorithm
         )
-        check_run(
-            method,
-            task,
-            settings.hyper,
-            rounds=settings.rounds,
-            outside=settings.outside,
-            cross_site=settings.cross_site,
-            adapt=settings.adapt,
-        )
+        check_run(method, task, settings.hyper, settings)
         hyper = method.effective(settings.hyper)  # with all defaults, as documentation
         about = {"method": method.name, "rounds": settings.rounds}
         super().__init__(
