@@ -64,7 +64,7 @@ class Run:
         checkpoints: folder of the checkpoint if it is not `folder`.
         weights: file of the initial weights, or its folder; None: see
             `networks.weights.find_weights`.
-        about: further settings for the results, for example the engine.
+        engine: "local" or "flare", for the results.
         say: called with progress lines.
         observe: called after every step.
         track: see `tracking.check_track`.
@@ -79,7 +79,7 @@ class Run:
     folder: Path | None = None
     checkpoints: Path | None = None
     weights: Path | None = None
-    about: Json = field(default_factory=dict)
+    engine: str = "local"
     say: Say = lambda line: None
     observe: Callable[[StepReport], None] = lambda report: None
     track: str | None = None
@@ -300,7 +300,7 @@ class Run:
             down_bytes=sum(cost.down_bytes for cost in costs.values()),
             up_bytes=sum(cost.up_bytes for cost in costs.values()),
             hyper=self.method.effective(self.hyper),
-            settings={**self.settings.to_dict(), **self.about},
+            settings={**self.settings.to_dict(), "engine": self.engine},
             pictures=pictures,
             costs={site: asdict(cost) for site, cost in costs.items()},
             citation=self.method.paper,

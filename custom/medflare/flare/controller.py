@@ -230,7 +230,7 @@ class MedflareController(Controller):
             folder=self._results_folder(fl_ctx),
             weights=weights,
             checkpoints=checkpoints,
-            about={"engine": "flare"},
+            engine="flare",
             say=self._progress.say,
             track=self._track(fl_ctx),
             events=self._events,

@@ -136,7 +136,6 @@ def run_local(
         inside,
         folder=folder,
         weights=None if weights is None else Path(weights),
-        about={"engine": "local"},
         say=say,
         observe=observe,
         track=track,
