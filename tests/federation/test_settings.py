@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from medflare.core.errors import ConfigError
-from medflare.federation.settings import RUN_SETTINGS, run_settings
+from medflare.federation.settings import RUN_SETTINGS, RunSettings, run_settings
 
 NEEDED: dict[str, Any] = {"rounds": 3, "seed": 1}
 SETTINGS: dict[str, Any] = {
@@ -29,7 +29,8 @@ SETTINGS: dict[str, Any] = {
 
 
 def test_all_settings_have_a_default_but_rounds_and_seed() -> None:
-    assert {*RUN_SETTINGS} == SETTINGS.keys()
+    fields = {field.name for field in dataclasses.fields(RunSettings)}
+    assert {*RUN_SETTINGS} == SETTINGS.keys() == fields
     few = {
         "outside": (),
         "min_sites": None,

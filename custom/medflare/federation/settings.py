@@ -101,9 +101,7 @@ class RunSettings(Rules):
 # A resumed run may have others.
 WAITS = ("step_timeout", "enrol_timeout", "heartbeat_timeout")
 RULES = tuple(field.name for field in dataclasses.fields(Rules))
-# A subclass lists the fields of its base class first.
-_RUN_ONLY = tuple(field.name for field in dataclasses.fields(RunSettings))[len(RULES) :]
-RUN_SETTINGS = (*_RUN_ONLY[:3], *RULES, *_RUN_ONLY[3:])
+RUN_SETTINGS = ("rounds", "seed", "outside", *RULES, *WAITS, "resume")
 
 
 def run_settings(values: Mapping[str, Any]) -> RunSettings:
