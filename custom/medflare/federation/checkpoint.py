@@ -87,8 +87,7 @@ class Checkpoint:
         sampled = message.family(_DRIFT)
         for entry in sampled:
             del message.states[_DRIFT.member(entry).name]
-        # A checkpoint of an older release has no "drift".
-        federation.drift.memory = Message(sampled, run.get("drift", {}))
+        federation.drift.memory = Message(sampled, run["drift"])
         federation.server.restore(message)
         federation.returning = run["enrolled"]
         outcome = federation.outcome
@@ -96,7 +95,7 @@ class Checkpoint:
         outcome.costs = {site: SiteCost(**cost) for site, cost in run["costs"].items()}
         federation.events.restore(run["events"])
         federation.events.add("resumed", f"continued after {run['finished']} finished steps")
-        before = run.get("versions", {})
+        before = run["versions"]
         changed = [name for name, here in self.versions.items() if before.get(name, here) != here]
         if changed:
             text = f"the steps before had other versions of {', '.join(changed)}: results mix both"

@@ -122,7 +122,7 @@ class StoredAlgorithm:
         return algorithm
 
     def _check_identity(self, membership: Message) -> None:
-        stored = membership.meta.get(_IDENTITY, {})
+        stored = membership.meta[_IDENTITY]
         identity = self.identify(membership[ROLE])
         different = [name for name, value in identity.items() if stored.get(name) != value]
         if different:

@@ -22,9 +22,10 @@ from medflare.methods.base import Plan, ServerContext, SiteAlgorithm, Step
 from medflare.methods.method import Method
 
 _STORED = "request"  # name of the last request in the site's store
-# Phase of every run -> its place, after the schedule.
-_ENDINGS = {FINALIZE: 10**9, CROSS_SITE: 10**9 + 1}
-_NOTHING = {"step": -1, "phase": "", "round": -1, "rounds": 10**9, "position": -1}
+_MANY = 10**9  # more than the rounds and steps of any run
+# Phase of every run -> its position after the schedule.
+_ENDINGS = {FINALIZE: _MANY, CROSS_SITE: _MANY + 1}
+_NOTHING = {"step": -1, "phase": "", "round": -1, "rounds": _MANY, "position": -1}
 
 
 class _ScheduleContext(ServerContext):
@@ -74,11 +75,11 @@ class RequestOrder:
         MessageError for another enrolment after the first step: it would begin the run anew.
         """
         start = states_digest(invitation.states)
-        place = [invitation[ROLE], list(invitation[SITES]), start]
+        membership = [invitation[ROLE], list(invitation[SITES]), start]
         stored = self.store.load(_STORED)
         if stored is None or stored.meta["step"] < 0:
             noted = _NOTHING if stored is None else stored.meta
-            meta = {**noted, "enrolled": noted.get("enrolled", round), "place": place}
+            meta = {"enrolled": round, **noted, "place": membership}
             self.store.save(_STORED, Message({}, meta))
             return
         has_trained = self.method.trains and stored.meta["enrolled"] < stored.meta["rounds"]
@@ -86,7 +87,7 @@ class RequestOrder:
         # It would lose what the site has learnt.
         if has_ended and (invitation.get(FINISHED) or 0) < stored.meta["step"]:
             raise MessageError(f"site {self.site} has finished this run; start a new job")
-        if stored.meta.get("place", place) != place:
+        if stored.meta["place"] != membership:
             raise MessageError(
                 f"site {self.site} has enrolled in this run with another role, other sites or "
                 "another start; start a new job"
@@ -166,7 +167,7 @@ class RequestOrder:
     def _position(
         self, phase: str, round: int, rounds: int, last: int, algorithm: SiteAlgorithm
     ) -> int | None:
-        """The first place of a phase and round in the schedule after the place `last`.
+        """The first position of a phase and round in the schedule after the position `last`.
 
         None if there is none.
         """

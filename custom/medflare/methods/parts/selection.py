@@ -80,14 +80,14 @@ class Best:
         """Keeps a copy of a candidate if its metric is at least as good (None: undefined); the
         untrained model of round 0 is no candidate.
 
-        Of equal metrics, the one with the better `mean` is kept (0 in older memories).
+        Of equal metrics, the one with the better `mean` is kept.
         """
         if round == 0:
             return
         if self.value is None:  # so far, no candidate has a metric
             replaces = True
         else:
-            best = (self.value, self._meta.get("mean", 0.0))
+            best = (self.value, self._meta["mean"])
             replaces = value is not None and (value, mean) >= best
         if replaces:
             self._memory.meta[self._name] = {"value": value, "round": round, "mean": mean}
