@@ -1,4 +1,4 @@
-"""The console: one line per step, one table, and only plain text in a log file."""
+"""The console: one table, and only plain text in a log file."""
 
 import dataclasses
 import io
@@ -8,47 +8,12 @@ from typing import Any
 
 import pytest
 
-from evaluation.conftest import History
 from medflare.core.errors import StateError
 from medflare.evaluation import console
-from medflare.evaluation.console import print_results, results_table, round_line, show_results
+from medflare.evaluation.console import print_results, results_table, show_results
 from medflare.evaluation.report import render_report, write_results
 from medflare.evaluation.results import RunRecord, build_results
 from medflare.tasks.config import TaskConfig
-
-
-def test_a_step_line_has_every_site(history: History) -> None:
-    line = round_line("train", 1, 20, history[1]["sites"], {"C": "model/w holds\n NaN"}, 1.234)
-    sites = [
-        "A loss 0.5000 global 0.400 personal –",
-        "B loss 0.4000 global 0.500 personal –",
-        "C not used (model/w holds NaN)",
-    ]
-    assert line == f"round 2/20 train: {' | '.join(sites)} | 1.23 s"
-
-
-def test_a_step_line_has_the_aggregation_of_each_site() -> None:
-    """FedDAG's second phase; B did not reply, and its model still has a weight."""
-    numbers: dict[str, dict[str, float | None]] = {
-        "A": {"score": 0.81234, "weight": 0.6},
-        "B": {"score": None, "weight": 0.4},
-        "C": {"score": 0.5, "weight": 0.0},
-    }
-    line = round_line(
-        "score",
-        0,
-        2,
-        {"A": {"scores": {"B": 0.7}}, "C": {"scores": {}}},
-        {"B": "no answer"},
-        1.0,
-        numbers,
-    )
-    sites = [
-        "A score 0.812 weight 0.600",
-        "B not used (no answer) score – weight 0.400",
-        "C score 0.500 weight 0.000",
-    ]
-    assert line == f"round 1/2 score: {' | '.join(sites)} | 1.00 s"
 
 
 def test_tables_of_a_method_are_below(record: RunRecord) -> None:

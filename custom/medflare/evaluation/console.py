@@ -1,4 +1,4 @@
-"""What a run prints: one line per step, and the table of its results.
+"""What a run prints at its end: the table of its results.
 
 Plain text in a log file, colour on a terminal.
 """
@@ -29,50 +29,6 @@ if TYPE_CHECKING:
 
 _WIDE = 10_000  # columns, where nothing is cut or wrapped
 _WIDTH = 100  # columns of tables, unless a terminal has fewer
-
-
-def round_line(
-    phase: str,
-    round: int,
-    rounds: int,
-    meta: Mapping[str, Json],
-    rejected: Mapping[str, str],
-    seconds: float,
-    aggregation: Mapping[str, Json] | None = None,
-) -> str:
-    """One step, for example "round 3/20 train: A loss 0.4120 global 0.801 weight 0.612 | B not used
-    (holds NaN) | 1.2 s".
-
-    Args:
-        round: 0-based, shown from 1; `rounds` for the validation of the last round's models.
-        meta: site -> metadata of its reply.
-        rejected: site -> why its reply was not used.
-        aggregation: site -> numbers of the server about it, for example its weight.
-    """
-    if round < rounds:
-        progress = f"round {round + 1}/{rounds}"
-    elif rounds:
-        progress = f"after round {rounds}"
-    else:
-        progress = "without training"
-    parts = {}
-    for site, reply in meta.items():
-        part = site
-        if reply.get("loss") is not None:
-            part += f" loss {reply['loss']:.4f}"
-        for model, value in reply.get("validation", {}).items():
-            part += f" {model} {text.format_metric('', value)}"
-        if "privacy" in reply:
-            part += f" ε {text.format_metric('', reply['privacy'].get('epsilon'))}"
-        parts[site] = part
-    for site, reason in rejected.items():
-        parts[site] = f"{site} not used ({' '.join(reason.split())})"
-    for site, numbers in (aggregation or {}).items():
-        parts.setdefault(site, site)
-        for name, value in numbers.items():
-            parts[site] += f" {name} {text.format_metric('', value)}"
-    of_sites = [parts[site] for site in sorted(parts)]
-    return f"{progress} {phase}: " + " | ".join([*of_sites, text.format_seconds(seconds)])
 
 
 def results_table(results: Json) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from medflare.core.text import Json, JsonDict
+from medflare.evaluation.presentation import format_metric, format_seconds
 from medflare.methods.base import Step
 
 
@@ -23,6 +24,37 @@ class StepReport:
     rejected: dict[str, str]
     seconds: float
     aggregation: dict[str, dict[str, float | None]]
+
+    def text(self, rounds: int) -> str:
+        """For example "round 3/20 train: A loss 0.4120 global 0.801 weight 0.612 | B not used
+        (holds NaN) | 1.2 s"; `rounds`: of the run.
+        """
+        round = self.step.round
+        if round < rounds:
+            progress = f"round {round + 1}/{rounds}"
+        elif rounds:
+            progress = f"after round {rounds}"
+        else:
+            progress = "without training"
+        parts = {}
+        for site, reply in self.meta.items():
+            part = site
+            if reply.get("loss") is not None:
+                part += f" loss {reply['loss']:.4f}"
+            for model, value in reply.get("validation", {}).items():
+                part += f" {model} {format_metric('', value)}"
+            if "privacy" in reply:
+                part += f" ε {format_metric('', reply['privacy'].get('epsilon'))}"
+            parts[site] = part
+        for site, reason in self.rejected.items():
+            parts[site] = f"{site} not used ({' '.join(reason.split())})"
+        for site, numbers in self.aggregation.items():
+            parts.setdefault(site, site)
+            for name, value in numbers.items():
+                parts[site] += f" {name} {format_metric('', value)}"
+        of_sites = [parts[site] for site in sorted(parts)]
+        seconds = format_seconds(self.seconds)
+        return f"{progress} {self.step.phase}: " + " | ".join([*of_sites, seconds])
 
     def line(self) -> JsonDict:
         """The step as a line of metrics.jsonl."""

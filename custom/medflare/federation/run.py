@@ -13,7 +13,6 @@ from medflare.core.store import StateStore, make_folder, write_json
 from medflare.core.text import Json, JsonDict, Say
 from medflare.data.acquisition import TRAINED_ON
 from medflare.data.progress import RoundsLeft
-from medflare.evaluation.console import round_line
 from medflare.evaluation.report import write_results
 from medflare.evaluation.results import (
     REPORT_FILE,
@@ -197,21 +196,13 @@ class Run:
         rounds_left = RoundsLeft(rounds)
 
         def after_step(report: StepReport) -> None:
-            step = report.step
-            line = round_line(
-                step.phase,
-                step.round,
-                rounds,
-                report.meta,
-                report.rejected,
-                report.seconds,
-                report.aggregation,
-            )
-            left = rounds_left.after(step.round)
+            line = report.text(rounds)
+            round = report.step.round
+            left = rounds_left.after(round)
             self.say(f"{line} | {left}" if left else line)
             if self.folder is not None:
                 append_round(self.folder, report.line())
-            factor = self.task.schedule.rate_factor(step.round, rounds)
+            factor = self.task.schedule.rate_factor(round, rounds)
             tracker.step(report, self.task.optimizer["lr"] * factor)
             self.observe(report)
 

@@ -11,18 +11,17 @@ import pytest
 from flare.jobs.sessions import Served
 from medflare.core.errors import MedflareError
 from medflare.core.events import EventLog
-from medflare.evaluation.console import round_line
+from medflare.federation.outcome import StepReport
 from medflare.flare.jobs import watching
 from medflare.flare.jobs.sessions import Unreachable
 from medflare.flare.jobs.watching import explanations, watch_job
 from medflare.flare.messages import UNABLE
 from medflare.flare.tracking import Progress
+from medflare.methods.base import Step
 
+META = {"A": {"loss": 0.5, "validation": {"global": 0.8}}}
 STEPS = [
-    round_line(
-        "train", round, 3, {"A": {"loss": 0.5, "validation": {"global": 0.8}}}, {}, 1.0 + round
-    )
-    for round in range(3)
+    StepReport(Step("train", round), round, META, {}, 1.0 + round, {}).text(3) for round in range(3)
 ]
 SUBMITTED = "SUBMITTED"
 RUNNING = "RUNNING"

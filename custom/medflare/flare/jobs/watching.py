@@ -38,7 +38,7 @@ _RESUME = (
     "a new job resumes it after its last finished step (`medflare resume`)"
 )
 _FINISHED = "FINISHED:"  # prefix of FLARE's final states
-# From `evaluation.console.round_line`.
+# From `federation.outcome.StepReport.text`.
 _STEP = r"(?:round \d+/\d+|after round \d+|without training) \w+: .+"
 _SLOW = r"slow: \S+: at work on .+"  # from `task_exchange`
 _PROGRESS = re.compile(f"(?:{NOTED}(?P<event>.+))|(?P<step>{_STEP}|{_SLOW})")  # in the server's log
