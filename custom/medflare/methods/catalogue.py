@@ -63,7 +63,7 @@ def module_of(name: str) -> str:
         extensions.require_unused("method", points, (*RESERVED, *_builtin()))
         return extensions.entry_module(points[0])
     if name in _builtin():
-        return _builtin()[name]
+        return _builtin()[name][0]
     raise ConfigError(no_such("method", name, (*method_names(), *SURVEYS)))
 
 
@@ -126,7 +126,7 @@ def builtin_builder(kind: str) -> "Callable[[TaskConfig, Message], nn.Module] | 
     """The builder of models of a kind that a method of this folder has; imports no other
     package.
     """
-    return _first_builder(kind, map(_builtin_method, _builtin()))
+    return _first_builder(kind, [method for _, method in _builtin().values()])
 
 
 def _first_builder(
@@ -167,28 +167,20 @@ def _by_name(name: str) -> Method:
         return _OBJECTS[name]
     module_of(name)  # ConfigError
     if name in _builtin():
-        return _builtin_method(name)
+        return _builtin()[name][1]
     return _from_entry_point(_foreign()[name][0])
 
 
-def _builtin_method(name: str) -> Method:
-    return next(method for method in _methods_in(_builtin()[name]) if method.name == name)
-
-
 @cache
-def _builtin() -> dict[str, str]:
-    """Method -> package, below this folder."""
-    packages = {}
+def _builtin() -> dict[str, tuple[str, Method]]:
+    """Name -> package below this folder, and method."""
+    methods = {}
     for item in pkgutil.walk_packages([str(Path(__file__).parent)], "medflare.methods."):
         if item.ispkg:
-            for method in _methods_in(item.name):
-                packages[method.name] = item.name
-    return packages
-
-
-def _methods_in(module: str) -> list[Method]:
-    values = vars(importlib.import_module(module)).values()
-    return [value for value in values if isinstance(value, Method)]
+            for value in vars(importlib.import_module(item.name)).values():
+                if isinstance(value, Method):
+                    methods[value.name] = item.name, value
+    return methods
 
 
 @cache
