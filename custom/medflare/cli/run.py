@@ -589,7 +589,8 @@ def _check_resumable(path: Path) -> None:
     ConfigError: a complete run. DataError: a site without data. StateError: no run of the plain
     loop was interrupted.
     """
-    from medflare.evaluation.results import COMPLETED, FOLDER, RESULTS_FILE, load_results
+    from medflare.data.local import FOLDER
+    from medflare.evaluation.results import COMPLETED, RESULTS_FILE, load_results
     from medflare.federation.checkpoint import stored_plan
     from medflare.tasks.config import load_task
 

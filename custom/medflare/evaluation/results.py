@@ -30,6 +30,7 @@ from medflare.core.packages import code_versions, extension_modules, installed_v
 from medflare.core.store import appending, refuse_link
 from medflare.core.text import NAME, Json, JsonDict, is_name, printable_json
 from medflare.data.datalist import SPLITS
+from medflare.data.local import FOLDER
 from medflare.evaluation.findings import findings
 from medflare.evaluation.presentation import CLASSES, STRUCTURES, labels_of, named_metrics
 from medflare.tasks.config import TaskConfig
@@ -43,7 +44,6 @@ ROLES = ("inside", "outside")
 COMPLETED = "COMPLETED"
 FAILED = "FAILED"
 UNKNOWN = "unknown"  # the method or the task of a job that could not be read
-FOLDER = "medflare"  # below the server's job folder
 RESULTS_FILE = "results.json"
 ROUNDS_FILE = "metrics.jsonl"
 REPORT_FILE = "report.html"

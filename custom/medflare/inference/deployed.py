@@ -34,7 +34,6 @@ KEPT = "kept"  # item of a deployed model that the site chose: its role, for car
 WEIGHTS_FILE = "model.safetensors"
 CARD_FILE = "card.json"
 CARD_SCHEMA = 1
-_FETCH = "fetch the model again"
 _TRIAL = 16.0  # maximum GiB for the network's shapes and the intensity transform of one image
 SEAL = "signature"  # the checksum of the card, which contains that of the weights
 _PREPROCESSING = (
@@ -68,7 +67,9 @@ def build(
     """
     kind = message.meta.get("kind", "plain")
     if not isinstance(kind, str):
-        raise StateError(f"a model names its kind, this one {type(kind).__name__}; {_FETCH}")
+        raise StateError(
+            f"a model names its kind, this one {type(kind).__name__}; fetch the model again"
+        )
     if kind == "plain":
         if MODEL not in message.states:
             raise StateError(
@@ -90,7 +91,7 @@ def build(
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise StateError(
             f"a model of kind {kind!r} has content that cannot be built "
-            f"({type(error).__name__}: {one_line(error)}); {_FETCH}"
+            f"({type(error).__name__}: {one_line(error)}); fetch the model again"
         ) from error
 
 
@@ -279,5 +280,5 @@ def load_model(
     try_task(replace(task, augment=()), _TRIAL, str(card_file))
     message = read_message(folder / WEIGHTS_FILE)
     if not isinstance(message.meta.get("kind"), str):
-        raise StateError(f"{folder / WEIGHTS_FILE}: names no kind of model; {_FETCH}")
+        raise StateError(f"{folder / WEIGHTS_FILE}: names no kind of model; fetch the model again")
     return StoredModel(task, message, shown)
