@@ -4,7 +4,7 @@ the optimizer's memory.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -107,6 +107,26 @@ class MeanLoss:
         if not self._images:
             return math.nan
         return weighted_sum(self._losses, self._images) / sum(self._images)
+
+
+def train_together(
+    steps: "Sequence[Steps]",
+    batches: Iterable[Batch],
+    losses: Callable[[Batch], Sequence[Tensor]],
+    means: Sequence[MeanLoss],
+) -> None:
+    """An epoch in which every batch moves several models.
+
+    Args:
+        losses: a batch -> the loss of each model.
+        means: of each model; they get its losses.
+    """
+    for batch in batches:
+        for step, mean, loss in zip(steps, means, losses(batch), strict=True):
+            step.backward(loss, len(batch.images))
+            mean.add(loss, len(batch.images))
+    for step in steps:
+        step.finish()
 
 
 def train_epochs(

@@ -8,6 +8,7 @@ task: one problem over all classes (multiclass), one over (negative, positive) w
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from medflare.methods.parts.class_groups import (
 )
 from medflare.methods.prr import formulas
 from medflare.methods.prr.hyper import PRRSiteHyper
-from medflare.training.epochs import MeanLoss
+from medflare.training.epochs import MeanLoss, train_together
 
 # -- prototypes and loss --------------------------------------------------------------------------
 
@@ -211,7 +212,7 @@ class Transfer:
         rate = optimizers[0].param_groups[0]["lr"]
         count = self.site.task.local_epochs
         steps = [Steps(optimizer, self.site) for optimizer in optimizers]
-        loss_of_personal = MeanLoss()
+        means = [MeanLoss() for _ in models]
         for epoch, batches in enumerate(epochs(self.site, round, "model")):
             halved = formulas.halvings(self.hyper.halve_every, round, epoch, count)
             for optimizer in optimizers:
@@ -220,19 +221,12 @@ class Transfer:
             collected = self._begin_epoch(validation)
             for model in models:
                 model.train()
-            for batch in batches:
-                images = len(batch.images)
-                losses = self._losses(batch, collected)
-                for stepping, loss in zip(steps, losses, strict=True):
-                    stepping.backward(loss, images)
-                loss_of_personal.add(losses[0], images)
-            for stepping in steps:
-                stepping.finish()
+            train_together(steps, batches, partial(self._losses, collected), means)
             if collected is not None:
                 self.prototypes = copy_state(collected.state())
                 if collected.patients is not None:
                     self.few.append(collected.patients.few(self.minimum_patients))
-        return loss_of_personal.value()
+        return means[0].value()
 
     def _begin_epoch(self, validation: dict[str, float | None]) -> SitePrototypes | None:
         """Sets the stage and the class weights.
@@ -271,7 +265,7 @@ class Transfer:
             return min(following, formulas.EXCHANGE)
         return following
 
-    def _losses(self, batch: Batch, collected: SitePrototypes | None) -> list[Tensor]:
+    def _losses(self, collected: SitePrototypes | None, batch: Batch) -> list[Tensor]:
         """[L_P, L_D] of a batch (Eq. 5-6), or [L_sup] of the only model."""
         images, targets, rows = batch
         features, logits = self.personal.features_and_output(images)

@@ -22,7 +22,7 @@ from medflare.methods import (
     trainable,
 )
 from medflare.methods.fedavg.site import F, delivered
-from medflare.training.epochs import MeanLoss
+from medflare.training.epochs import MeanLoss, train_together
 
 
 class SecondModelSite(PersonalSite[F]):
@@ -94,16 +94,12 @@ class SecondModelSite(PersonalSite[F]):
 
         def descend(of_second: Optimizer) -> float:
             steps = [Steps(of_second, self.site), Steps(optimizer, self.site)]
-            mean = MeanLoss()
+            means = [MeanLoss(), MeanLoss()]
             for batches in epochs(self.site, round, "model"):
-                for images, targets, _ in batches:
-                    both = losses(images, targets)
-                    for step, loss in zip(steps, both, strict=True):
-                        step.backward(loss, len(images))
-                    mean.add(both[1], len(images))
-                for step in steps:
-                    step.finish()
-            return mean.value()
+                train_together(
+                    steps, batches, lambda batch: losses(batch.images, batch.targets), means
+                )
+            return means[1].value()
 
         return self.optimized(second, "personal", descend)
 
