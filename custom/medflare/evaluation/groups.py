@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from medflare.core.numbers import finite_or_none
 from medflare.data.attributes import sorted_groups
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.summaries import ALL, Interval, intervals_of, values_of
-from medflare.training.epochs import finite_or_none
 
 FEWEST_OF_GROUP = 5  # patients of a group that is shown
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from medflare.core.errors import ConfigError
     from medflare.core.hyper import param
     from medflare.core.message import FinalModels, Message
+    from medflare.core.numbers import finite_or_none
     from medflare.core.phases import Phase, asks, extends, handles, phase
     from medflare.core.rng import torch_generator
     from medflare.core.settings import STRICT, strict_dataclass
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
         Loss,
         Steps,
         epochs,
-        finite_or_none,
         pack_optimizer,
         run_epochs,
         train_epochs,

@@ -16,6 +16,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.events import EventLog
 from medflare.core.hyper import param, refuse_undecorated
 from medflare.core.message import FinalModels, Message
+from medflare.core.numbers import finite_or_none
 from medflare.core.phases import ASKS, HANDLES, Phase, declared_phases, methods_by_phase
 from medflare.core.settings import strict_dataclass
 from medflare.core.specs import Manifest, MetaSpec, TensorSpec
@@ -29,7 +30,6 @@ from medflare.networks.features import FeatureNetwork, copied_state
 from medflare.networks.foreign import NetworkSpec
 from medflare.privacy.ledger import Account
 from medflare.tasks.config import TaskConfig
-from medflare.training.epochs import finite_or_none
 from medflare.training.site import Site
 
 

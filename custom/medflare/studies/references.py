@@ -17,6 +17,7 @@ from medflare.adaptation.dsbn import with_batch_statistics
 from medflare.adaptation.registry import check_adaptable
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
+from medflare.core.numbers import finite_or_none
 from medflare.core.text import Json, JsonDict
 from medflare.data.loading import SiteData, Split, joined
 from medflare.evaluation.findings import findings, validation_curves
@@ -34,7 +35,6 @@ from medflare.methods.catalogue import build_deployed
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.constant import best_constant, score_constant
-from medflare.training.epochs import finite_or_none
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 

@@ -182,18 +182,6 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return list(named_trainable(model).values())
 
 
-def finite_or_none(value: float | None) -> float | None:
-    """None for NaN and infinity, which JSON does not have.
-
-    Examples:
-        >>> finite_or_none(0.5), finite_or_none(math.nan), finite_or_none(None)
-        (0.5, None, None)
-    """
-    if value is None or not math.isfinite(value):
-        return None
-    return value
-
-
 class Steps:
     """An optimizer's steps at a site.
 
