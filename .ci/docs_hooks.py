@@ -290,7 +290,7 @@ Sent = dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]]
 def governance() -> str:
     """The page on governance, ending with every item of a site's replies, from the declarations of the methods."""
     from medflare.core.specs import MetaSpec, TensorSpec
-    from medflare.federation.protocol import PERSONAL_MODEL, REPORTS_OF_ALL
+    from medflare.federation.protocol import BUILTIN_REPLY_META, PERSONAL_MODEL
     from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE
     from medflare.methods.catalogue import SURVEYS, get_method, method_names
 
@@ -305,7 +305,7 @@ def governance() -> str:
 
     of_all = {ENROL: "enrollment", FINALIZE: "end", CROSS_SITE: "`cross_site`"}
     for phase_of_all, sender in of_all.items():
-        for reported in REPORTS_OF_ALL[phase_of_all][0]:
+        for reported in BUILTIN_REPLY_META[phase_of_all][0]:
             note(reported, sender, "")
     note(PERSONAL_MODEL, "`share_model`", PERSONAL_MODEL.purpose)
     for name in (*method_names(), *SURVEYS):

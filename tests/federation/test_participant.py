@@ -18,7 +18,7 @@ from medflare.core.store import MemoryStore
 from medflare.data.local import Bounds, LocalSettings
 from medflare.federation.final_models import ArtifactStore, SiteFolder, with_choice
 from medflare.federation.participant import Participant
-from medflare.federation.protocol import ENROLS, declaration_problem, message_problem
+from medflare.federation.protocol import ENROL_REPLY_META, declaration_problem, message_problem
 from medflare.federation.settings import ENROL, FINALIZE
 from medflare.inference.deployed import KEPT, load_model, plain_message
 from medflare.methods import FeatureNetwork
@@ -55,7 +55,9 @@ def test_notes_of_the_data_are_limited_and_left_out_images_are_counted_only() ->
     reply = Participant("A", lambda role: site, get_method("fedavg"), {}).answer(
         ENROL, 0, Message({}, dict(INVITATION))
     )
-    assert message_problem(reply, "A") is None and declaration_problem(reply, ENROLS) is None
+    assert (
+        message_problem(reply, "A") is None and declaration_problem(reply, ENROL_REPLY_META) is None
+    )
     warnings = [event["message"] for event in reply.meta["events"] if event["kind"] == "warning"]
     (left_out,) = [
         event["message"] for event in reply.meta["events"] if event["kind"] == "left_out"

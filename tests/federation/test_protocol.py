@@ -18,11 +18,11 @@ from medflare.federation.exchange import with_step_number
 from medflare.federation.participant import Participant
 from medflare.federation.protocol import (
     COUNTS,
-    DELIVERS,
-    ENROLS,
-    INVITES,
+    ENROL_REPLY_META,
+    FINAL_REPLY_META,
+    INVITATION_META,
     METRICS,
-    RUN_ITEMS,
+    RUN_META,
     declaration_problem,
     message_problem,
     negative,
@@ -96,12 +96,12 @@ def test_a_valid_reply_has_no_problem() -> None:
     assert (
         declaration_problem(
             Message({}, {"metrics": {"deployed": {"dice": None, "hd95": 40.0}}}),
-            DELIVERS,
+            FINAL_REPLY_META,
             (METRICS,),
         )
         is None
     )
-    assert "'n'" in str(declaration_problem(Message(), ENROLS, (COUNTS,)))
+    assert "'n'" in str(declaration_problem(Message(), ENROL_REPLY_META, (COUNTS,)))
 
 
 @pytest.mark.parametrize(
@@ -114,26 +114,26 @@ def test_a_valid_reply_has_no_problem() -> None:
         (MEASURED, {"loss": 1e300}),
         (MEASURED, {"n_samples": True}),
         (MEASURED, {"n_samples": 0}),
-        (ENROLS, {"n": 7}),
-        (ENROLS, {"n": {"train": -1}}),
-        (ENROLS, {"n": {"train": 10**12}}),
-        (ENROLS, {"n": {"train": 1, "autopsy": 1}}),
-        (ENROLS, {"versions": {"torch": "2.5\n<script>"}}),
-        (ENROLS, {"class_counts": "many"}),
-        (DELIVERS, {"metrics": {"global": {"dice": 1e9}}}),
-        (DELIVERS, {"metrics": {"global": {"hd95": -1}}}),
-        (DELIVERS, {"metrics": {"global": {"beauty": 0.5}}}),
-        (DELIVERS, {"privacy": {"epsilon": 1.0, "delta": 0.1}}),
-        (DELIVERS, {"privacy": {"epsilon": 1.0, "delta": 2.0, "steps": 1}}),
-        (DELIVERS, {"patients": 3}),
-        (DELIVERS, {"metrics": {"global": [1]}}),
-        (DELIVERS, {"intervals": {"global": {"A": {"dice": [0.5]}}}}),
-        (DELIVERS, {"reports": {"$\\frac{$": {}}}),
-        (DELIVERS, {"classes": {"global": {}}}),
-        (DELIVERS, {"classes": {"global": {"confusion": [[[1, 2]]], "roc": []}}}),
-        (DELIVERS, {"classes": {"global": {"confusion": [[[1]]] * 17, "roc": []}}}),
+        (ENROL_REPLY_META, {"n": 7}),
+        (ENROL_REPLY_META, {"n": {"train": -1}}),
+        (ENROL_REPLY_META, {"n": {"train": 10**12}}),
+        (ENROL_REPLY_META, {"n": {"train": 1, "autopsy": 1}}),
+        (ENROL_REPLY_META, {"versions": {"torch": "2.5\n<script>"}}),
+        (ENROL_REPLY_META, {"class_counts": "many"}),
+        (FINAL_REPLY_META, {"metrics": {"global": {"dice": 1e9}}}),
+        (FINAL_REPLY_META, {"metrics": {"global": {"hd95": -1}}}),
+        (FINAL_REPLY_META, {"metrics": {"global": {"beauty": 0.5}}}),
+        (FINAL_REPLY_META, {"privacy": {"epsilon": 1.0, "delta": 0.1}}),
+        (FINAL_REPLY_META, {"privacy": {"epsilon": 1.0, "delta": 2.0, "steps": 1}}),
+        (FINAL_REPLY_META, {"patients": 3}),
+        (FINAL_REPLY_META, {"metrics": {"global": [1]}}),
+        (FINAL_REPLY_META, {"intervals": {"global": {"A": {"dice": [0.5]}}}}),
+        (FINAL_REPLY_META, {"reports": {"$\\frac{$": {}}}),
+        (FINAL_REPLY_META, {"classes": {"global": {}}}),
+        (FINAL_REPLY_META, {"classes": {"global": {"confusion": [[[1, 2]]], "roc": []}}}),
+        (FINAL_REPLY_META, {"classes": {"global": {"confusion": [[[1]]] * 17, "roc": []}}}),
         (
-            DELIVERS,
+            FINAL_REPLY_META,
             {
                 "classes": {
                     "global": {
@@ -144,7 +144,7 @@ def test_a_valid_reply_has_no_problem() -> None:
             },
         ),
         (
-            DELIVERS,
+            FINAL_REPLY_META,
             {
                 "classes": {
                     "global": {
@@ -291,7 +291,7 @@ def test_training_a_selector_without_its_models_raises() -> None:
 
 
 def test_every_item_of_every_method_has_a_type() -> None:
-    items = [*INVITES, *RUN_ITEMS, *ENROLS, *DELIVERS]
+    items = [*INVITATION_META, *RUN_META, *ENROL_REPLY_META, *FINAL_REPLY_META]
     for name in method_names():
         algorithm = get_method(name).site_class
         assert "finalize" in algorithm.phases, name

@@ -16,7 +16,7 @@ from medflare.federation.exchange import with_step_number
 from medflare.federation.final_models import evaluated
 from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.participant import Participant
-from medflare.federation.protocol import DELIVERS, declaration_problem
+from medflare.federation.protocol import FINAL_REPLY_META, declaration_problem
 from medflare.federation.run import Run
 from medflare.federation.settings import ENROL, run_settings
 from medflare.federation.suppression import Suppression, has_small_class, small_classes
@@ -227,7 +227,7 @@ def measured(
         minimum,
         method=get_method("fedavg"),
     )
-    assert declaration_problem(Message({}, meta), DELIVERS) is None
+    assert declaration_problem(Message({}, meta), FINAL_REPLY_META) is None
     return meta
 
 
@@ -265,7 +265,7 @@ def test_metrics_of_structures_are_sent_if_no_structure_is_small(minimum: int, s
         assert meta["intervals"]["deployed"]["cup"]["dice"] == [0, 0]
         for item, wrong in {"by_label": 2.0, "intervals": [0.0, 2.0]}.items():
             invalid = {**meta, item: {"global": {"cup": {"dice": wrong}}}}
-            assert item in str(declaration_problem(Message({}, invalid), DELIVERS))
+            assert item in str(declaration_problem(Message({}, invalid), FINAL_REPLY_META))
 
 
 def test_no_interval_of_five_patients_leaves_the_site() -> None:

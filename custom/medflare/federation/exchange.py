@@ -10,8 +10,8 @@ from typing import Protocol
 from medflare.core.message import Message, Messages
 from medflare.federation.outcome import Outcome, SiteCost
 from medflare.federation.protocol import (
+    BUILTIN_REPLY_META,
     PERSONAL_MODEL,
-    REPORTS_OF_ALL,
     RUN_ROUNDS,
     STEP,
     declaration_problem,
@@ -103,11 +103,11 @@ def _well_formed(answer: Answer, site: str, phase: str) -> Answer:
     if answer.message is None:
         return replace(answer, problem=reason_line(answer.problem))
     problem = message_problem(answer.message, site)
-    if problem is None and phase in REPORTS_OF_ALL:
+    if problem is None and phase in BUILTIN_REPLY_META:
         allowed = {PERSONAL_MODEL.name} if phase == FINALIZE else set()
         problem = "unexpected tensors"
         if answer.message.states.keys() <= allowed:
-            problem = declaration_problem(answer.message, *REPORTS_OF_ALL[phase])
+            problem = declaration_problem(answer.message, *BUILTIN_REPLY_META[phase])
     if problem is None:
         return answer
     return Answer(None, reason_line(problem), "rejected", answer.seconds)

@@ -35,10 +35,10 @@ from medflare.federation.protocol import (
     CLASS_COUNTS,
     COMBINED,
     COUNTS,
-    CROSS,
-    DELIVERS,
+    CROSS_SITE_PHASE,
     EVENTS,
     FEDERATION_SHARES,
+    FINAL_REPLY_META,
     FINISHED,
     PERSONAL_MODEL,
     PERSONAL_MODELS,
@@ -56,7 +56,7 @@ from medflare.federation.protocol import (
     RequestValidator,
 )
 from medflare.federation.request_order import RequestOrder
-from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, PHASES_OF_ALL, step_name
+from medflare.federation.settings import BUILTIN_PHASES, CROSS_SITE, ENROL, FINALIZE, step_name
 from medflare.federation.suppression import (
     OF_TEST,
     Suppression,
@@ -189,7 +189,7 @@ class Participant:
             MedflareError: the site's data, state or configuration is wrong, or its GPU has too
                 little memory.
         """
-        with self._working.step(limited=phase not in PHASES_OF_ALL):
+        with self._working.step(limited=phase not in BUILTIN_PHASES):
             if phase == ENROL:
                 return self._accept_invitation(round, incoming)
             return self._step(phase, round, incoming)
@@ -200,7 +200,7 @@ class Participant:
         step = run_items[STEP]
         rounds = run_items[RUN_ROUNDS]
         recalled = self._algorithm.recall(step)
-        of_method = phase not in PHASES_OF_ALL
+        of_method = phase not in BUILTIN_PHASES
         if of_method and self.name not in recalled.plan.sites:
             raise MessageError(
                 f"site {self.name} refuses {step_name(phase, round, rounds)}: "
@@ -454,7 +454,7 @@ class Participant:
     ) -> Message:
         """Make, evaluate and store the final models.
 
-        Of `RUN_ITEMS`: RANGE and FEDERATION_SHARES go into their metadata, ADAPT adapts the
+        Of `RUN_META`: RANGE and FEDERATION_SHARES go into their metadata, ADAPT adapts the
         deployed one, TEST_PERSONAL requests the personal one.
         """
         models, notes = with_choice(self._models(algorithm, incoming), self.local.keep)
@@ -479,7 +479,7 @@ class Participant:
         events = reply[EVENTS]
         events += [{"kind": "warning", "message": note} for note in notes]
         small = small_splits(algorithm.site, self._minimum)
-        suppress_splits(reply, DELIVERS, small)
+        suppress_splits(reply, FINAL_REPLY_META, small)
         for name, png in algorithm.pictures(incoming).items():
             self.artifacts.show(name, png)
         try:
@@ -522,7 +522,7 @@ class Participant:
         for owner, state in shared.items():
             values[owner] = metric_of(plain_message(state), site, self._minimum)
         reply = Message.of({TESTED: values})
-        suppress_splits(reply, CROSS.meta, small_splits(site, self._minimum))
+        suppress_splits(reply, CROSS_SITE_PHASE.meta, small_splits(site, self._minimum))
         return reply
 
 

@@ -283,7 +283,7 @@ COMBINED = MetaSpec[int](
     optional=True,
 )
 FINISHED = MetaSpec[int]("finished", "steps that were done before", count(), optional=True)
-INVITES = (
+INVITATION_META = (
     ROLE,
     SITES,
     COMBINED,
@@ -307,7 +307,7 @@ RANGE = MetaSpec[JsonDict](
     "train",
     optional=True,
 )
-ENROLS = (COUNTS, CLASS_COUNTS, VERSIONS, RANGE)
+ENROL_REPLY_META = (COUNTS, CLASS_COUNTS, VERSIONS, RANGE)
 
 # -- the end: the request for final models and its reply ------------------------------------------
 
@@ -320,7 +320,7 @@ CONSTANT = MetaSpec[float | None](
 PRIVACY_COST = MetaSpec[JsonDict](
     "privacy", "privacy cost of the run for the site's patients", PrivacyCost
 )
-DELIVERS = (
+FINAL_REPLY_META = (
     METRICS,
     MetaSpec[JsonDict](
         "by_label",
@@ -352,7 +352,7 @@ PERSONAL_MODELS = TensorSpec("personal", of=lambda plan: plan.sites)
 TESTED = MetaSpec[dict[str, float | None]](
     CROSS_SITE, "site of the model -> the task's metric on test images", table(METRIC.type), "test"
 )
-CROSS = Phase(CROSS_SITE, request=(PERSONAL_MODELS,), meta=(TESTED,))
+CROSS_SITE_PHASE = Phase(CROSS_SITE, request=(PERSONAL_MODELS,), meta=(TESTED,))
 
 # -- every step: items beside those of the method -------------------------------------------------
 
@@ -376,12 +376,12 @@ FEDERATION_SHARES = MetaSpec[list[float]](
     listing(number(0.0, 1.0), MOST_CLASSES),
     optional=True,
 )
-RUN_ITEMS = (STEP, RUN_ROUNDS, RANGE, TEST_PERSONAL, TRAINING_FINDINGS, ADAPT, FEDERATION_SHARES)
+RUN_META = (STEP, RUN_ROUNDS, RANGE, TEST_PERSONAL, TRAINING_FINDINGS, ADAPT, FEDERATION_SHARES)
 # Phase of every run -> (metadata of a reply, those that it must have).
-REPORTS_OF_ALL = {
-    ENROL: (ENROLS, (COUNTS, CLASS_COUNTS)),
-    FINALIZE: (DELIVERS, (METRICS,)),
-    CROSS_SITE: (CROSS.meta, (TESTED,)),
+BUILTIN_REPLY_META = {
+    ENROL: (ENROL_REPLY_META, (COUNTS, CLASS_COUNTS)),
+    FINALIZE: (FINAL_REPLY_META, (METRICS,)),
+    CROSS_SITE: (CROSS_SITE_PHASE.meta, (TESTED,)),
 }
 
 
@@ -460,7 +460,7 @@ class RequestValidator:
     def check_invitation(self, message: Message) -> None:
         """Check an invitation, as far as is possible before the site's task is loaded."""
         self._check_form(message)
-        self._check(_request_meta_problem(message, INVITES))
+        self._check(_request_meta_problem(message, INVITATION_META))
         if len(set(message[SITES])) < len(message[SITES]):
             self._check(f"item {SITES.name!r} has a name twice")
         for name in message[SITES]:
@@ -476,26 +476,26 @@ class RequestValidator:
         It holds these if the task names a weights file.
         """
         request = (START,) if plan.task.network.get("weights") else ()
-        invitation = Phase(ENROL, request=request, request_meta=INVITES)
+        invitation = Phase(ENROL, request=request, request_meta=INVITATION_META)
         self._check(request_problem(invitation, plan, message))
 
     def pop_run_items(self, message: Message) -> Message:
-        """The items of `RUN_ITEMS`, which do not belong to the method.
+        """The items of `RUN_META`, which do not belong to the method.
 
         They are removed from the message.
         """
         self._check_form(message)
         numbers = Message()
-        for item in RUN_ITEMS:
+        for item in RUN_META:
             if item in message:
                 numbers[item] = message.meta.pop(item.name)
-        self._check(_request_meta_problem(numbers, RUN_ITEMS))
+        self._check(_request_meta_problem(numbers, RUN_META))
         return numbers
 
     def check_request(self, message: Message, algorithm: SiteAlgorithm) -> None:
-        """Check a message, without the items of `RUN_ITEMS`, against its phase's declaration."""
+        """Check a message, without the items of `RUN_META`, against its phase's declaration."""
         if self.phase == CROSS_SITE:
-            self._check(request_problem(CROSS, algorithm.plan, message))
+            self._check(request_problem(CROSS_SITE_PHASE, algorithm.plan, message))
         elif self.phase != FINALIZE or FINALIZE in algorithm.phases:
             problem = request_problem(algorithm.phase(self.phase), algorithm.plan, message)
             self._check(problem or algorithm.validate_request(message))
@@ -523,7 +523,7 @@ def _request_meta_problem(message: Message, declared: Items) -> str | None:
 def request_problem(phase: Phase, plan: Plan, message: Message) -> str | None:
     """How a server's message differs from its phase's declaration, in words, or None.
 
-    The message is without the items of `RUN_ITEMS`.
+    The message is without the items of `RUN_META`.
     """
     entries: dict[str, list[TensorSpec]] = {}
     for spec in phase.request:

@@ -13,7 +13,7 @@ from medflare.core.settings import checked, strict_dataclass
 ENROL = "enrol"
 FINALIZE = "finalize"
 CROSS_SITE = "cross_site"
-PHASES_OF_ALL = (ENROL, FINALIZE, CROSS_SITE)  # of every run, whatever the method
+BUILTIN_PHASES = (ENROL, FINALIZE, CROSS_SITE)  # of every run, whatever the method
 # Bytes of JSON in a message: enough for counts and metrics, not for a model.
 META_LIMIT = 65_536
 Count = Annotated[int, Field(ge=1)]

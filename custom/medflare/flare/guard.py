@@ -127,7 +127,7 @@ class OutboundGuard(Filter):
             shares: whether the final reply may hold the personal model.
         """
         from medflare.federation.memory import stored_members
-        from medflare.federation.protocol import PERSONAL_MODEL, REPORTS_OF_ALL
+        from medflare.federation.protocol import BUILTIN_REPLY_META, PERSONAL_MODEL
         from medflare.federation.settings import ENROL, FINALIZE
         from medflare.methods.catalogue import get_method
         from medflare.tasks.config import load_task
@@ -135,8 +135,8 @@ class OutboundGuard(Filter):
         spec = task.spec
         if task.phase == ENROL:
             self._planned = None  # a site that enrolls again may do so among other sites
-        if task.phase in REPORTS_OF_ALL and not (shares and task.phase == FINALIZE):
-            return {}, REPORTS_OF_ALL[task.phase][0]
+        if task.phase in BUILTIN_REPLY_META and not (shares and task.phase == FINALIZE):
+            return {}, BUILTIN_REPLY_META[task.phase][0]
         if self._planned is None or self._planned[0] != spec:
             method = get_method(spec.method, server=spec.server_algorithm or None)
             sites = stored_members(spec.state_folder)
@@ -144,7 +144,7 @@ class OutboundGuard(Filter):
             self._planned = spec, method.site_class, plan
         _, algorithm, plan = self._planned
         if task.phase == FINALIZE:
-            return {PERSONAL_MODEL.name: PERSONAL_MODEL.spec(plan)}, REPORTS_OF_ALL[FINALIZE][0]
+            return {PERSONAL_MODEL.name: PERSONAL_MODEL.spec(plan)}, BUILTIN_REPLY_META[FINALIZE][0]
         return algorithm.manifest(task.phase, plan), algorithm.phase(task.phase).meta
 
 

@@ -24,10 +24,10 @@ from medflare.core.message import Message
 from medflare.core.text import Say
 from medflare.federation.exchange import Answer, Answers
 from medflare.federation.settings import (
+    BUILTIN_PHASES,
     CROSS_SITE,
     ENROL,
     FINALIZE,
-    PHASES_OF_ALL,
     RunSettings,
     step_name,
 )
@@ -358,7 +358,7 @@ def _slow_sites(step: Step, tasks: Mapping[str, _SiteTask]) -> list[str]:
                 f"slow: {site}: at work on {_name(step)} for {seconds:.0f} s, "
                 f"the others took {slowest:.0f} s at most"
             )
-            if step.phase not in PHASES_OF_ALL:
+            if step.phase not in BUILTIN_PHASES:
                 line += "; a job with a step_timeout would go on without it"
             lines.append(line)
     return lines
