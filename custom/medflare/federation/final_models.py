@@ -239,7 +239,7 @@ def evaluated(
         model = models[role]
         if id(model) not in measured:
             module = build_deployed(site.task, model).to(site.device)
-            measured[id(model)] = _measured(site, module, role, log, minimum_patients)
+            measured[id(model)] = _test_summary(site, module, role, log, minimum_patients)
             report = _report(module, model, role, least_images, log)
             if report is not None:
                 reports[role] = report
@@ -379,7 +379,7 @@ def _of_enough_patients(summary: Summary, role: str, minimum: int, log: EventLog
     return metrics
 
 
-def _measured(
+def _test_summary(
     site: Site, module: nn.Module, role: str, log: EventLog, minimum_patients: int
 ) -> tuple[Summary, tuple[str, ...]]:
     """A model on the site's test images, and its constant outputs."""

@@ -25,7 +25,7 @@ Images = Any
 # Of a sheared volume the cosines between its axes follow, see `data.geometry.Grid.cell`.
 Spacing = tuple[float, ...]
 Portion = tuple[Tensor, Tensor, Spacing | None]
-_COUNTS = "counts"  # entry of `Measured.parts` beside the metrics of masks
+_COUNTS = "counts"  # entry of `MetricParts.parts` beside the metrics of masks
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MetricParts:
     """What metrics are computed from, image by image: counts and distances of masks, probabilities
     of classes. It holds no mask.
     """
@@ -61,7 +61,7 @@ class Measured:
     finite: Tensor  # bool (N,), whether the model's output is finite
     structures: tuple[str, ...] = ()  # names of the measured structures; empty for classification
 
-    def of(self, rows: Sequence[int] | Tensor) -> "Measured":
+    def of(self, rows: Sequence[int] | Tensor) -> "MetricParts":
         """Some of the images, in this order."""
         index = torch.as_tensor(rows, dtype=torch.long)
         parts = {name: part[index] for name, part in self.parts.items()}
@@ -83,7 +83,7 @@ class Measured:
             ...                        labels=("mild", "severe"), classes=("mild", "severe"))
             >>> grades = {"probabilities": torch.tensor([[0.4, 0.6], [0.3, 0.7]]),
             ...           "targets": torch.tensor([0, 1])}
-            >>> Measured(task, (), grades, torch.ones(2, dtype=torch.bool)).constant_outputs()
+            >>> MetricParts(task, (), grades, torch.ones(2, dtype=torch.bool)).constant_outputs()
             ('severe',)
         """
         if not len(self.finite) or not self.finite.all():
@@ -172,7 +172,7 @@ def measure(
     task: TaskConfig,
     metrics: Sequence[str],
     annotation: Annotation | None = None,
-) -> Measured:
+) -> MetricParts:
     """What the named metrics are computed from; only one portion of images is in memory.
 
     Args:
@@ -208,7 +208,7 @@ def measure(
             parts[name].append(part)
     joined = {name: torch.cat(of_portions) for name, of_portions in parts.items()}
     names = annotation.names if is_segmentation else ()
-    return Measured(task, metrics, joined, torch.cat(finite), names)
+    return MetricParts(task, metrics, joined, torch.cat(finite), names)
 
 
 def foreground(probabilities: Tensor, task: TaskConfig) -> Tensor:

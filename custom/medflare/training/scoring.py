@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from medflare.data.loading import Batch, Split
 from medflare.tasks.annotation import Annotation
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics import Measured, Portion, measure
+from medflare.tasks.metrics import MetricParts, Portion, measure
 from medflare.training.batches import rows_of_patients
 from medflare.training.patches import Predictor, WholeImages, windowed
 
@@ -99,7 +99,7 @@ def measure_split(
     data: Split,
     annotation: Annotation,
     metrics: Sequence[str],
-) -> Measured:
+) -> MetricParts:
     """The parts of metrics, image by image in the split's order, of predictions for all images in
     any order.
     """

@@ -26,7 +26,7 @@ from medflare.networks.features import FeatureNetwork, Probabilities
 from medflare.networks.foreign import NetworkSpec
 from medflare.tasks.annotation import Annotation
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics import Measured, Scores
+from medflare.tasks.metrics import MetricParts, Scores
 from medflare.tasks.metrics_table import selection_metrics
 from medflare.tasks.optimizers import build_optimizer
 from medflare.training.batches import check_drawn, in_random_order, read_ahead, sampling_weights
@@ -250,7 +250,7 @@ class Site:
 
     def measure(
         self, predictions: Iterable[BatchPrediction], split: str, metrics: Sequence[str]
-    ) -> Measured:
+    ) -> MetricParts:
         """The parts of metrics, of predictions for a whole split; of the structures that were
         annotated here.
         """

@@ -106,7 +106,7 @@ class SitePersonal(FedAvgSite[F]):
         The reply has the personal model's validation metric and next version, and both losses.
         """
         reply = super().train(round, incoming)
-        start = self._measured(round, incoming, reply)
+        start = self._validate_personal(round, incoming, reply)
         reply[LOSSES] = {"global": reply[LOSS]}
         match self.hyper.personalization:
             case "apfl":
@@ -129,12 +129,12 @@ class SitePersonal(FedAvgSite[F]):
         With Per-FedAvg also the personal model, adapted from the last shared one.
         """
         reply = super().validate(round, incoming)
-        personal = self._measured(round, incoming, reply)
+        personal = self._validate_personal(round, incoming, reply)
         if ADAPTED.when(self.plan):
             reply[ADAPTED] = personal
         return reply
 
-    def _measured(self, round: int, incoming: Message, reply: Message) -> StateDict:
+    def _validate_personal(self, round: int, incoming: Message, reply: Message) -> StateDict:
         if ADAPTED.when(self.plan):
             state = adapted(self, round, incoming[META_MODEL], "meta")
         else:

@@ -28,7 +28,7 @@ from medflare.methods import (
 from medflare.methods.fedsm.formulas import GAMMAS, choose_model, paired_gain, patient_scores
 from medflare.methods.fedsm.personalization import PERSONALS
 from medflare.methods.fedsm.selector import COMPACT, OF_SITES, RIDGE, VGG11
-from medflare.tasks.metrics import Measured, Scores
+from medflare.tasks.metrics import MetricParts, Scores
 from medflare.training.scoring import BatchPrediction
 
 CLASSES = MetaSpec[list[str]]("sites", "the selector's classes", listing(text()))
@@ -266,11 +266,11 @@ def _scores_of_images(model: SuperModel, site: Site) -> dict[float, Scores]:
         scores = patient_scores(scores, data.patients)
     most_probable = choose_model(scores, 0.0).cpu()
     of_global = torch.zeros_like(most_probable)
-    first = _measured(model, site, of_global.split(sizes))
-    second = _measured(model, site, most_probable.split(sizes))
+    first = _metric_parts(model, site, of_global.split(sizes))
+    second = _metric_parts(model, site, most_probable.split(sizes))
     joined = {name: torch.cat([part, second.parts[name]]) for name, part in first.parts.items()}
     finite = torch.cat([first.finite, second.finite])
-    measured = Measured(site.task, [site.task.metric], joined, finite)
+    measured = MetricParts(site.task, [site.task.metric], joined, finite)
     rows = torch.arange(len(data))
     by_gamma = {}
     for gamma in GAMMAS:
@@ -300,7 +300,7 @@ def _scores_of_patches(model: SuperModel, site: Site) -> dict[float, Scores]:
     return by_gamma
 
 
-def _measured(model: SuperModel, site: Site, choices: Iterable[Tensor]) -> Measured:
+def _metric_parts(model: SuperModel, site: Site, choices: Iterable[Tensor]) -> MetricParts:
     """The task's metric on the validation images, by the networks chosen for each batch."""
 
     def predictions() -> Iterator[BatchPrediction]:
