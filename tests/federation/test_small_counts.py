@@ -14,7 +14,7 @@ from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.data.local import LocalSettings
-from medflare.federation.data_record import DataRecord, selection_digest
+from medflare.federation.data_record import DataRecord, used_images_digest
 from medflare.federation.exchange import Answer
 from medflare.federation.local import loop
 from medflare.federation.local.local_exchange import LocalExchange
@@ -139,7 +139,7 @@ def test_a_selection_that_cannot_be_opened_is_answered_as_another_one(
     nothing = replace(FIRST, label_values={"dark": [66], "medium": [77]})
     limit = replace(FIRST, unreadable="skip", unreadable_limit=UnreadableLimit(0.5, 1))
     assert answer(nothing).startswith("DataError")
-    record.fix_selection(open_site("a", FIRST, data_root=data))
+    record.fix_used_images(open_site("a", FIRST, data_root=data))
     lines = {answer(task) for task in (nowhere, nothing, limit, *JOBS.values())}
     assert len(lines) == 1 and "ConfigError" in lines.pop()
 
@@ -152,29 +152,29 @@ def test_a_lead_can_correct_a_few_first_jobs(data: Path, tmp_path: Path, private
     other = open_site("a", JOBS["another split"], data_root=data)
     for job in range(5):
         attempt = replace(record, job=f"refused {job}")
-        attempt.fix_selection(first)
+        attempt.fix_used_images(first)
         attempt.note_refusal()
         if private:
             break
         assert not record.is_fixed()
     attempt = replace(record, job="refused again")
-    attempt.fix_selection(first)
+    attempt.fix_used_images(first)
     attempt.note_refusal()
     assert record.is_fixed()
     with pytest.raises(ConfigError, match="earlier job"):
-        replace(record, job="other").fix_selection(other)
+        replace(record, job="other").fix_used_images(other)
 
 
 def test_the_site_allows_another_selection(data: Path, tmp_path: Path) -> None:
     record = DataRecord(tmp_path / "record", data / "a", "one", 1000)
     first = open_site("a", FIRST, data_root=data)
     other = open_site("a", JOBS["another split"], data_root=data)
-    record.fix_selection(first)
+    record.fix_used_images(first)
     with pytest.raises(ConfigError, match="earlier job"):
-        replace(record, job="two").fix_selection(other)
-    record.fix_selection(first)
+        replace(record, job="two").fix_used_images(other)
+    record.fix_used_images(first)
     (tmp_path / "record" / "selection.json").unlink()
-    record.fix_selection(other)
+    record.fix_used_images(other)
     assert json.loads((tmp_path / "record" / "selection.json").read_text())["job"] == "one"
 
 
@@ -189,27 +189,27 @@ def test_a_changed_datalist_begins_anew_but_with_a_privacy_budget_no_trained_pat
     for private in (False, True):
         datalist.write_text("{}")
         record = DataRecord(tmp_path / str(private), folder, "job", 1000, private)
-        record.fix_selection(first)
+        record.fix_used_images(first)
         datalist.write_text('{"more": 1}')
         if not private:
-            record.fix_selection(other)
+            record.fix_used_images(other)
             continue
         with pytest.raises(ConfigError, match="privacy budget forbids"):
-            record.fix_selection(other)
-        record.fix_selection(first)
+            record.fix_used_images(other)
+        record.fix_used_images(first)
         datalist.write_text('{"more": 2}')
         with pytest.raises(ConfigError, match="privacy budget forbids"):
-            record.fix_selection(other)
+            record.fix_used_images(other)
         selection = tmp_path / "True" / "selection.json"
         noted = json.loads(selection.read_text())
         assert set(noted.pop("trained")) == set(first.data.train.patients)
         selection.write_text(json.dumps(noted))  # as of an older version
         with pytest.raises(ConfigError, match="privacy budget forbids"):
-            record.fix_selection(first)
+            record.fix_used_images(first)
         datalist.write_text('{"more": 1}')
-        record.fix_selection(first)
+        record.fix_used_images(first)
         datalist.write_text('{"more": 2}')
-        record.fix_selection(first)
+        record.fix_used_images(first)
 
 
 def test_names_of_classes_sizes_and_networks_are_no_selection(data: Path) -> None:
@@ -218,7 +218,7 @@ def test_names_of_classes_sizes_and_networks_are_no_selection(data: Path) -> Non
         FIRST, labels=("a", "b"), label_values=values, size=(8, 8), batch_size=2, local_epochs=2
     )
     digests = [
-        selection_digest(open_site("a", task, data_root=data))
+        used_images_digest(open_site("a", task, data_root=data))
         for task in (FIRST, same, *JOBS.values())
     ]
     assert digests[0] == digests[1] and len(set(digests)) == 4
@@ -256,5 +256,5 @@ def test_brackets_in_the_name_of_a_file_are_no_slice(data: Path) -> None:
     ):
         split = replace(site.data.train, names=(*names, *site.data.train.names[2:]))
         site.data = replace(site.data, train=split)
-        digests.add(selection_digest(site))
+        digests.add(used_images_digest(site))
     assert len(digests) == 3

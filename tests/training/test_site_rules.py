@@ -21,7 +21,7 @@ from medflare.training.site import Site
 from medflare.training.site_rules import (
     check_contrast,
     check_inside_sites,
-    check_selection,
+    check_used_images,
     weighty_patients,
     weighty_steps,
 )
@@ -54,7 +54,7 @@ def lossy(*weights: float) -> TaskConfig:
 def problem(site: Site, minimum: int = 5, sites: Sequence[str] = ("A", "B"), **bounds: Any) -> str:
     try:
         check_inside_sites("A", len(sites), Bounds(**bounds))
-        check_selection("A", site.task, site.data, minimum, Bounds(**bounds))
+        check_used_images("A", site.task, site.data, minimum, Bounds(**bounds))
         check_contrast(site, minimum)
     except ConfigError as error:
         return str(error)
@@ -180,8 +180,10 @@ def test_one_output_is_not_that_of_one_patient() -> None:
     split = Split(pictures(40), labels, names, names)
     data = SiteData(split, split, split)
     with pytest.raises(ConfigError, match="does not train"):
-        check_selection("A", task, data, 5, Bounds())
-    check_selection("A", replace(task, loss={"name": "ce", "weights": [1, 19]}), data, 5, Bounds())
+        check_used_images("A", task, data, 5, Bounds())
+    check_used_images(
+        "A", replace(task, loss={"name": "ce", "weights": [1, 19]}), data, 5, Bounds()
+    )
 
 
 @pytest.mark.parametrize("kind", ["ce", "focal", "weighted", "both"])
@@ -251,7 +253,7 @@ def test_usual_losses_of_masks_train_where_a_structure_is_rare(
     for loss in LOSSES:
         task = small_task(**MASKS[target], loss=loss, spatial_dims=dimensions, size=size)
         for lesions in (1, 4, 8, 19):
-            check_selection("A", task, masks_of(target, 20, lesions), 5, Bounds())
+            check_used_images("A", task, masks_of(target, 20, lesions), 5, Bounds())
 
 
 @pytest.mark.parametrize("target", MASKS)
@@ -261,22 +263,22 @@ def test_weights_of_a_rare_structure_do_not_make_a_model_of_one_patient(target: 
     weights = [1e-6] * (outputs - 1) + [1e6]
     task = small_task(**settings, loss={"name": "ce", "weights": weights})
     with pytest.raises(ConfigError, match="does not train"):
-        check_selection("A", task, masks_of(target, 20, 1), 5, Bounds())
+        check_used_images("A", task, masks_of(target, 20, 1), 5, Bounds())
 
 
 def test_slices_without_foreground_may_be_left_out() -> None:
     task = small_task(**MASKS["multiclass"], sampling={"name": "weighted", "weights": [0, 1]})
-    check_selection("A", task, masks_of("multiclass", 20, 2), 5, Bounds())
+    check_used_images("A", task, masks_of("multiclass", 20, 2), 5, Bounds())
     few = small_task(sampling={"name": "weighted", "weights": [0, 1]})
     with pytest.raises(ConfigError, match="does not train"):
-        check_selection("A", few, masks_of("binary", 20, 4), 5, Bounds())
+        check_used_images("A", few, masks_of("binary", 20, 4), 5, Bounds())
 
 
 def test_structures_that_are_not_annotated_have_no_weight() -> None:
     task = small_task(**MASKS["multiclass"], loss={"name": "ce", "weights": [1, 1, 1e9]})
     data = masks_of("multiclass", 20, 0)
-    check_selection("A", task, replace(data, annotated=("organ",)), 5, Bounds())
-    check_selection("A", task, replace(data, annotated=()), 5, Bounds())
+    check_used_images("A", task, replace(data, annotated=("organ",)), 5, Bounds())
+    check_used_images("A", task, replace(data, annotated=()), 5, Bounds())
 
 
 @pytest.mark.parametrize("name", presets())

@@ -57,7 +57,7 @@ class DataRecord:
     private: bool = False
     most_validations: int = Bounds.validations
 
-    def fix_selection(self, site: Site) -> None:
+    def fix_used_images(self, site: Site) -> None:
         """Note the selection and split of the first job; a changed datalist begins anew.
 
         Raises:
@@ -65,7 +65,7 @@ class DataRecord:
         """
         present = {
             "datalist": file_digest(self.data / FILE),
-            "selection": selection_digest(site),
+            "selection": used_images_digest(site),
             "unreadable": _unreadable(site),
         }
         with locked(self.folder / _LOCK):  # two jobs at the same time are not both the first
@@ -76,7 +76,7 @@ class DataRecord:
             limit = first.get("unreadable", present["unreadable"])
             other_limit = same_data and limit != present["unreadable"]
             if other_images or other_limit:
-                raise other_selection(site.name)
+                raise other_images_refusal(site.name)
             noted = dict(first)
             if not same_data:
                 noted = {"job": self.job, "time": _now(), "refused": first.get("refused", 0)}
@@ -198,7 +198,7 @@ class DataRecord:
             write_json(self.folder / VALIDATIONS, {"models": earlier + metrics})
 
 
-def other_selection(site: str) -> ConfigError:
+def other_images_refusal(site: str) -> ConfigError:
     """The refusal of another selection, also of one that cannot be opened: which of the two it is
     would tell how many images it has.
     """
@@ -238,7 +238,7 @@ def record_folder(records: Path, data: Path) -> Path:
     return records / f"{path.name}-{checksum[:8]}"
 
 
-def selection_digest(site: Site) -> str:
+def used_images_digest(site: Site) -> str:
     """A checksum of the images that a task uses, with their splits and labels.
 
     Of a mask the labels are the task's `label_values`; the names of labels and the size of images

@@ -91,7 +91,7 @@ class Outcome:
         costs: site -> cost.
         model_selection: model -> {"round": of the final model, "rule": used, "candidates": see
             `ModelSelector.record`}.
-        tables, selector: see `ServerAlgorithm.tables` and `ServerAlgorithm.selector_summary`.
+        tables, selector_summary: see the methods of `ServerAlgorithm` with these names.
         rounds: of training that were done; None if the run failed.
         class_shares: of all training images, if an adaptation needs them.
         cross_site: site of a personal model -> site of the test images -> the task's metric.
@@ -104,7 +104,7 @@ class Outcome:
     costs: dict[str, SiteCost] = field(default_factory=dict)
     model_selection: dict[str, Json] = field(default_factory=dict)
     tables: dict[str, dict[str, JsonDict]] = field(default_factory=dict)
-    selector: Json = field(default_factory=dict)
+    selector_summary: Json = field(default_factory=dict)
     rounds: int | None = None
     class_shares: list[float] | None = None
     cross_site: dict[str, dict[str, float | None]] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from medflare.core.text import Json, JsonDict
 from medflare.data.loading import NOT_LISTED
 from medflare.data.local import PLACE, LocalSettings
 from medflare.data.targets import scarce_classes, scarce_line
-from medflare.federation.data_record import DataRecord, other_selection
+from medflare.federation.data_record import DataRecord, other_images_refusal
 from medflare.federation.enrolment import versions_here
 from medflare.federation.final_models import (
     ArtifactStore,
@@ -79,7 +79,7 @@ from medflare.training.site_rules import (
     check_contrast,
     check_inside_sites,
     check_method_bounds,
-    check_selection,
+    check_used_images,
 )
 
 # Notes about a site's data, up to 48 kB of JSON, in which a character may take six bytes.
@@ -288,7 +288,7 @@ class Participant:
 
     def _check_selection(self, site: Site, record: DataRecord | None) -> None:
         try:
-            check_selection(self.name, site.task, site.data, self._minimum, self.local.bounds)
+            check_used_images(self.name, site.task, site.data, self._minimum, self.local.bounds)
         except ConfigError:
             if record is not None:
                 record.note_refusal()
@@ -333,7 +333,7 @@ class Participant:
         record = self.record()
         if record is not None:
             # First, since later refusals would tell the counts of another selection.
-            record.fix_selection(site)
+            record.fix_used_images(site)
         same_size = record is None or record.note_enrolment(site.task)
         if role == "inside" and trains:
             self._check_selection(site, record)
@@ -430,7 +430,7 @@ class Participant:
         except (DataError, ArithmeticError, ValueError, RuntimeError) as error:
             record = self.record()
             if record is not None and record.is_fixed():
-                raise other_selection(self.name) from error
+                raise other_images_refusal(self.name) from error
             raise
 
     def _make(self, role: str, sites: tuple[str, ...], start: StateDict | None) -> SiteAlgorithm:

@@ -237,7 +237,7 @@ class Run:
         """Write the models and files that the server algorithm holds into the folder."""
         outcome = self.outcome
         outcome.tables = server.tables()
-        outcome.selector = server.selector_summary()
+        outcome.selector_summary = server.selector_summary()
         if self.folder is None:
             return
         total = trained_on(outcome.enrolled)
@@ -300,5 +300,5 @@ class Run:
             model_selection=outcome.model_selection,
             tables=outcome.tables,
             cross_site=outcome.cross_site,
-            selector=outcome.selector,
+            selector=outcome.selector_summary,
         )

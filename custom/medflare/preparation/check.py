@@ -46,7 +46,7 @@ from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 from medflare.training.montage import contact_sheet
 from medflare.training.opening import check_batch_bounds, check_single_batches, check_task_bounds
-from medflare.training.site_rules import check_selection
+from medflare.training.site_rules import check_used_images
 
 _SHEET = "thumbnails.png"
 # What the folders of this tool's output hold: checks, runs, and folders of runs.
@@ -351,7 +351,7 @@ def _check_folder(
         report.notes.append(data.dropped_line)
     report.problems += data.absent
     try:
-        check_selection(name, task, data, local.minimum_patients, local.bounds)
+        check_used_images(name, task, data, local.minimum_patients, local.bounds)
     except ConfigError as error:
         report.problems.append(str(error))
     scarce = scarce_classes(data.train.targets, task, data.annotated)

@@ -90,8 +90,8 @@ def sampling_weights(task: TaskConfig, targets: Images) -> Tensor | None:
 def check_drawn(task: TaskConfig, weights: Tensor | None) -> None:
     """Raise ConfigError if no image is drawn, since all groups that have images have weight 0.
 
-    Not where a site is opened: the answer tells whether it has a class, so `check_selection` comes
-    first.
+    Not where a site is opened: the answer tells whether it has a class, so `check_used_images`
+    comes first.
     """
     if weights is not None and len(weights) and not weights.sum() > 0:
         raise ConfigError(

@@ -72,7 +72,7 @@ def check_method_bounds(site: str, hyper: Any, replies: Iterable[Manifest], boun
                 )
 
 
-def check_selection(
+def check_used_images(
     site: str, task: TaskConfig, data: SiteData, minimum_patients: int, bounds: Bounds
 ) -> None:
     """Compare what a task selects of a site's images with what the site demands.
