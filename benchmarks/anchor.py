@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from statistics import fmean
 
-from medflare.data.loading import ENVIRONMENT as DATA_ROOT
+from medflare.data.loading import DATA_ROOT_VARIABLE
 from medflare.methods.iop_fl import outside
 from medflare.studies.candidates import Candidate
 from medflare.studies.references import Draw, Setting
@@ -61,7 +61,7 @@ def main() -> None:
     print("outside     weight  deployed  lowest  mixture  no overlap (deployed, mixture)")
     settings = generated()
     if options.data:
-        os.environ[DATA_ROOT] = options.data
+        os.environ[DATA_ROOT_VARIABLE] = options.data
         settings = brain_lgg()
     for name, setting, site in settings:
         for weight in options.weights:

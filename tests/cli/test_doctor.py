@@ -11,7 +11,7 @@ from cli.fake_kits import Root, free_port, make_kit
 from helpers.fixture_types import SiteOf, TaskOf
 from medflare.cli.doctor import CheckResult, examine
 from medflare.cli.startup_kit import Kit, KitSettings, set_up, template
-from medflare.data.loading import ENVIRONMENT
+from medflare.data.loading import DATA_ROOT_VARIABLE
 from medflare.tasks.config import TaskConfig
 
 
@@ -167,9 +167,9 @@ def test_data_are_looked_for_where_a_run_does(
     monkeypatch.setenv("HOME", str(own.parent.parent))
     set_up(site, KitSettings(minimum_patients=1))
     assert _found(site, "data").status == "warning"
-    monkeypatch.setenv(ENVIRONMENT, str(own.parent))
+    monkeypatch.setenv(DATA_ROOT_VARIABLE, str(own.parent))
     assert _found(site, "data").status == "ok" and str(own) in _found(site, "data").text
-    monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "nowhere"))
+    monkeypatch.setenv(DATA_ROOT_VARIABLE, str(tmp_path / "nowhere"))
     _change(site.local / "medflare.json", data_root=f"~/{own.parent.name}")
     assert _found(site, "data", make_task()).status == "ok"
 

@@ -29,7 +29,7 @@ LOCKED_EARLIER = {
 
 @pytest.fixture(autouse=True)
 def _passphrase(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(root_key.VARIABLE, PASSPHRASE)
+    monkeypatch.setenv(root_key.PASSPHRASE_VARIABLE, PASSPHRASE)
     monkeypatch.chdir(tmp_path)
 
 
@@ -120,9 +120,11 @@ def test_no_kit_is_made_without_a_passphrase(
     passphrase: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["provision", "project.yml", "--new"])
-    monkeypatch.setenv(root_key.VARIABLE, passphrase)
+    monkeypatch.setenv(root_key.PASSPHRASE_VARIABLE, passphrase)
     assert main(["provision", "project.yml"]) == 1
-    assert root_key.VARIABLE in capsys.readouterr().err and not Path("federation").exists()
+    assert (
+        root_key.PASSPHRASE_VARIABLE in capsys.readouterr().err and not Path("federation").exists()
+    )
 
 
 @pytest.mark.parametrize("options", [[], ["--leave-root-key"]])

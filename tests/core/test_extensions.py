@@ -82,7 +82,7 @@ def data(make_site: SiteOf) -> Path:
 def test_one_of_every_group_runs(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(extensions.VARIABLE, LAB)
+    monkeypatch.setenv(extensions.PACKAGES_VARIABLE, LAB)
     monkeypatch.setattr(trial, "_problem", lambda *arguments: "")  # which a test below runs
     task = PLAIN
     for change in CHANGES.values():
@@ -131,7 +131,7 @@ def test_none_is_imported_if_its_package_is_not_trusted(
     group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for named in ("", "lab", "lab_extensions_2", f"{LAB}.other"):
-        monkeypatch.setenv(extensions.VARIABLE, named)
+        monkeypatch.setenv(extensions.PACKAGES_VARIABLE, named)
         rule = "lab_largest" if group == "rules" else "mean"
         task = {**PLAIN, **CHANGES.get(group, {})}
         text = reason({**task, "embedded": "phantom"}, rule)
@@ -157,7 +157,11 @@ def test_a_refusal_names_distribution_and_remedy(name: str, data: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         REQUESTS[name](data)
     text = str(refused.value)
-    assert name in text and "lab-extensions" in text and f"{extensions.VARIABLE}={LAB}" in text
+    assert (
+        name in text
+        and "lab-extensions" in text
+        and f"{extensions.PACKAGES_VARIABLE}={LAB}" in text
+    )
     assert "\n" not in text and LAB not in sys.modules
     extensions.trust(LAB)
     assert REQUESTS[name](data) is not None or name == "lab_sign"
@@ -184,7 +188,7 @@ def test_a_name_in_use_is_refused_with_its_owner(tmp_path: Path) -> None:
 
 
 def test_packages_of_the_variable_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(extensions.VARIABLE, f"other, {LAB}.")
+    monkeypatch.setenv(extensions.PACKAGES_VARIABLE, f"other, {LAB}.")
     assert extensions.trusted() == (LAB, "other")
 
 

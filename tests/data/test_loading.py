@@ -11,14 +11,20 @@ from PIL import Image
 from helpers.fixture_types import Edit, SiteOf, TaskOf
 from medflare.core.errors import DataError
 from medflare.data import decoding
-from medflare.data.loading import ENVIRONMENT, Split, joined, load_site_data, resolve_data_root
+from medflare.data.loading import (
+    DATA_ROOT_VARIABLE,
+    Split,
+    joined,
+    load_site_data,
+    resolve_data_root,
+)
 from medflare.data.targets import class_counts
 from medflare.tasks.config import load_task
 
 
 @pytest.fixture(autouse=True)
 def _no_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    monkeypatch.delenv(DATA_ROOT_VARIABLE, raising=False)
 
 
 def test_root_by_precedence(
@@ -32,7 +38,7 @@ def test_root_by_precedence(
         == resolve_data_root("any name", task, str(folder))
         == folder
     )
-    monkeypatch.setenv(ENVIRONMENT, str(parent))
+    monkeypatch.setenv(DATA_ROOT_VARIABLE, str(parent))
     assert resolve_data_root("A", task) == folder
     other = make_site(name="other")
     # Local settings come before the environment.
@@ -47,7 +53,7 @@ def test_embedded_data_are_used_without_a_data_root(
     assert resolve_data_root("A", phantom) is None
     with pytest.raises(DataError, match="squares"):
         resolve_data_root("A", make_task())
-    monkeypatch.setenv(ENVIRONMENT, str(tmp_path))
+    monkeypatch.setenv(DATA_ROOT_VARIABLE, str(tmp_path))
     with pytest.raises(DataError, match=str(tmp_path)):
         resolve_data_root("A", phantom)
 

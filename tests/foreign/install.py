@@ -53,7 +53,7 @@ def installed_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     folder = install_extensions(tmp_path / "site-packages")
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setattr(extensions, "_trusted", set())
-    monkeypatch.delenv(extensions.VARIABLE, raising=False)
+    monkeypatch.delenv(extensions.PACKAGES_VARIABLE, raising=False)
     forget_extensions()
     yield folder
     sys.modules.pop(LAB, None)

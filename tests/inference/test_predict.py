@@ -23,7 +23,7 @@ from medflare.core.message import Message
 from medflare.data import reading
 from medflare.data.acquisition import acquisition_of
 from medflare.data.loading import SiteData, Split
-from medflare.data.local import FOLDERS, ImageBounds
+from medflare.data.local import DATA_FOLDERS_VARIABLE, ImageBounds
 from medflare.inference.deployed import StoredModel, load_model, plain_message
 from medflare.inference.inputs import Input
 from medflare.inference.predict import PreparedImage, predict, predictions, prepare
@@ -78,7 +78,9 @@ def test_a_sites_test_images_give_the_numbers_of_the_run(
 def test_the_same_for_classification(
     trained: Runs, data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(FOLDERS, str(data_root))  # its datalists name pictures beside their folder
+    monkeypatch.setenv(
+        DATA_FOLDERS_VARIABLE, str(data_root)
+    )  # its datalists name pictures beside their folder
 
     def opener(name: str, role: str) -> Site:
         return open_site(name, CLASSIFICATION, data_root=data_root / name / "grades")

@@ -18,7 +18,7 @@ from foreign.install import describe, install
 from helpers.small_tasks import tiny_phantom
 from medflare.cli import main
 from medflare.core.errors import ConfigError
-from medflare.core.extensions import VARIABLE
+from medflare.core.extensions import PACKAGES_VARIABLE
 from medflare.core.hyper import ALGORITHMS, described
 from medflare.core.message import Message
 from medflare.federation.local.loop import run_local
@@ -294,13 +294,13 @@ class TestOtherDistributions:
         discovered()
         model = Message({}, {"kind": "odd_kind"})
         with pytest.raises(
-            ConfigError, match=rf"'odd_kind'.*odd, other_methods.*{VARIABLE}"
+            ConfigError, match=rf"'odd_kind'.*odd, other_methods.*{PACKAGES_VARIABLE}"
         ) as refused:
             build_deployed(TASK, model)
         assert "odd" not in sys.modules and "\n" not in str(refused.value)
         if by == "the user":
             get_method("odd")
-        monkeypatch.setenv(VARIABLE, "odd" if by == "the environment" else "")
+        monkeypatch.setenv(PACKAGES_VARIABLE, "odd" if by == "the environment" else "")
         try:
             built: Any = build_deployed(TASK, model)
             assert built == "built"

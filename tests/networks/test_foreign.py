@@ -9,7 +9,7 @@ import torch
 
 from medflare.core import extensions
 from medflare.core.errors import ConfigError
-from medflare.core.extensions import VARIABLE
+from medflare.core.extensions import PACKAGES_VARIABLE
 from medflare.data.local import local_settings
 from medflare.data.trial import try_task
 from medflare.networks import foreign
@@ -62,12 +62,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extensions, "_trusted", set())
     for name in [name for name in sys.modules if name.split(".")[0] == "lab_nets"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(PACKAGES_VARIABLE, raising=False)
 
 
 def test_a_package_that_is_not_trusted_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     for named in ("", "lab", "lab_nets.other", "other,lab_net"):
-        monkeypatch.setenv(VARIABLE, named)
+        monkeypatch.setenv(PACKAGES_VARIABLE, named)
         with pytest.raises(ConfigError, match="lab_nets"):
             build_network({"name": "lab_nets.small:Plain"}, 1, 2)
 
@@ -95,7 +95,7 @@ def test_libraries_are_refused_even_if_they_are_named_as_trusted(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = name.partition(":")[0]
-    monkeypatch.setenv(VARIABLE, package)
+    monkeypatch.setenv(PACKAGES_VARIABLE, package)
     foreign.trust(package)
     with pytest.raises(ConfigError, match=package.split(".")[0]):
         build_network({"name": name}, 1, 2)
@@ -115,7 +115,7 @@ def test_only_a_network_or_what_the_package_registers_is_called(name: str) -> No
 def test_the_environment_names_trusted_packages(
     monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
-    monkeypatch.setenv(VARIABLE, named)
+    monkeypatch.setenv(PACKAGES_VARIABLE, named)
     features, logits = build_network(
         {"name": "lab_nets.small:Plain", "width": 6}, 1, 2
     ).features_and_output(torch.rand(2, 1, 8, 8))

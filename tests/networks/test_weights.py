@@ -15,7 +15,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.inference.deployed import plain_message, save_model
 from medflare.networks.catalogue import initial_network
-from medflare.networks.weights import ENVIRONMENT, PACKAGE, starting_state
+from medflare.networks.weights import PACKAGE, WEIGHTS_VARIABLE, starting_state
 from medflare.tasks.config import TaskConfig
 
 NETWORK: dict[str, Any] = {
@@ -107,7 +107,7 @@ def test_the_file_is_found_by_the_environment(
     task = task_with(path, "safetensors")
     with pytest.raises(ConfigError, match="weights"):
         starting_state(task, 0)
-    monkeypatch.setenv(ENVIRONMENT, str(tmp_path))
+    monkeypatch.setenv(WEIGHTS_VARIABLE, str(tmp_path))
     assert starting_state(task, 0) is not None
 
 

@@ -169,7 +169,7 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
         for name, value in (("mine", "MINE"), ("overlap", "MASKS"))
     ]
     monkeypatch.setattr(extensions, "entry_points", lambda group: points)
-    monkeypatch.setenv(extensions.VARIABLE, f"{__name__},nowhere")
+    monkeypatch.setenv(extensions.PACKAGES_VARIABLE, f"{__name__},nowhere")
     clear()
     yield points
     clear()

@@ -6,8 +6,8 @@ import pytest
 from helpers.fixture_types import SiteOf, TaskOf
 from helpers.forked_trial import fork_trials
 from medflare.core.errors import ConfigError, DataError
-from medflare.data.loading import ENVIRONMENT
-from medflare.data.local import FOLDERS, LocalSettings, local_settings
+from medflare.data.loading import DATA_ROOT_VARIABLE
+from medflare.data.local import DATA_FOLDERS_VARIABLE, LocalSettings, local_settings
 from medflare.tasks.config import load_task
 from medflare.training.opening import open_site
 
@@ -90,7 +90,7 @@ def test_files_in_other_folders_need_the_sites_permission(
         ]
         == 5
     )
-    monkeypatch.setenv(FOLDERS, str(elsewhere))
+    monkeypatch.setenv(DATA_FOLDERS_VARIABLE, str(elsewhere))
     assert open_site("A", make_task(size=[8, 8]), data_root=folder).n["train"] == 5
     with pytest.raises(DataError, match="images"):  # local settings come first
         open_site(
@@ -115,7 +115,7 @@ def test_batches_of_one_image_are_refused_where_sites_train(
 def test_opening(
     make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    monkeypatch.delenv(DATA_ROOT_VARIABLE, raising=False)
     folder = make_site()
     cache = tmp_path / "cache"
     site = open_site(

@@ -335,9 +335,9 @@ def default_sites(data_root: Path | None) -> list[str]:
     Without a data root, four sites with embedded images.
     """
     from medflare.data.datalist import site_folders, site_name
-    from medflare.data.loading import ENVIRONMENT
+    from medflare.data.loading import DATA_ROOT_VARIABLE
 
-    root = data_root or os.environ.get(ENVIRONMENT)
+    root = data_root or os.environ.get(DATA_ROOT_VARIABLE)
     if not root:
         return site_names("4")
     return [site_name(folder) for folder in site_folders(Path(root).expanduser())]
@@ -360,12 +360,12 @@ def environment(
     None leaves a variable as it is. They reach the parties of every engine: FLARE's simulator
     starts a process for each. ConfigError: this machine has no such device.
     """
-    from medflare.data.loading import ENVIRONMENT as DATA_ROOT
+    from medflare.data.loading import DATA_ROOT_VARIABLE
     from medflare.data.local import DEVICE_VARIABLE
-    from medflare.networks.weights import ENVIRONMENT as WEIGHTS
+    from medflare.networks.weights import WEIGHTS_VARIABLE
 
     values = {}
-    for name, path in ((DATA_ROOT, data_root), (WEIGHTS, weights)):
+    for name, path in ((DATA_ROOT_VARIABLE, data_root), (WEIGHTS_VARIABLE, weights)):
         if path is not None:
             values[name] = str(path.expanduser().resolve())
     if device is not None:

@@ -189,12 +189,12 @@ def _check_root_key(state: Path, leave_root_key: bool) -> None:
 
 
 def _passphrase() -> str:
-    passphrase = os.environ.get(root_key.VARIABLE, "")
+    passphrase = os.environ.get(root_key.PASSPHRASE_VARIABLE, "")
     if not passphrase:
         if not sys.stdin.isatty():
             raise ConfigError(
-                f"no passphrase for the root key; set {root_key.VARIABLE} ({root_key.SHORTEST} "
-                "characters or more)"
+                f"no passphrase for the root key; set {root_key.PASSPHRASE_VARIABLE} "
+                f"({root_key.SHORTEST} characters or more)"
             )
         passphrase = getpass.getpass(
             f"passphrase of the root key ({root_key.SHORTEST} characters or more): "

@@ -17,7 +17,7 @@ from medflare.core.errors import ConfigError
 
 OPEN = "cert.json"  # FLARE's name for the file
 LOCKED = "cert.json.locked"
-VARIABLE = "MEDFLARE_ROOT_PASSPHRASE"
+PASSPHRASE_VARIABLE = "MEDFLARE_ROOT_PASSPHRASE"
 SHORTEST = 12  # characters of a passphrase
 _COST = {"n": 2**16, "r": 8, "p": 1}  # 64 MiB and a fraction of a second for every guess
 # Raised for half a JSON file, or another one.
@@ -29,7 +29,7 @@ def check_passphrase(passphrase: str) -> None:
     if len(passphrase) < SHORTEST:
         raise ConfigError(
             f"the passphrase of the root key has fewer than {SHORTEST} characters; "
-            f"set {VARIABLE} to a longer one"
+            f"set {PASSPHRASE_VARIABLE} to a longer one"
         )
 
 
@@ -78,7 +78,8 @@ def unlock(state: Path, passphrase: str) -> None:
         content = cipher.decrypt(locked["token"].encode())
     except InvalidToken:
         raise ConfigError(
-            f"{file}: wrong passphrase, or a damaged file; correct {VARIABLE}, or restore the file"
+            f"{file}: wrong passphrase, or a damaged file; correct {PASSPHRASE_VARIABLE}, "
+            "or restore the file"
         ) from None
     except _DAMAGED as error:
         raise ConfigError(f"{file}: damaged; restore it from a backup") from error

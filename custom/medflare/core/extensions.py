@@ -34,7 +34,7 @@ from typing import Any
 from medflare.core.errors import ConfigError, one_line
 from medflare.core.packages import entry_module, trust_refusal
 
-VARIABLE = "MEDFLARE_PACKAGES"  # packages or modules, separated by commas
+PACKAGES_VARIABLE = "MEDFLARE_PACKAGES"  # packages or modules, separated by commas
 _trusted: set[str] = set()
 
 
@@ -45,7 +45,7 @@ def trust(module: str) -> None:
 
 def trusted() -> tuple[str, ...]:
     """The packages and modules that this process trusts, sorted."""
-    listed = os.environ.get(VARIABLE, "").split(",")
+    listed = os.environ.get(PACKAGES_VARIABLE, "").split(",")
     named = [word.strip().rstrip(".") for word in listed]
     return tuple(sorted({*_trusted, *filter(None, named)}))
 
@@ -57,7 +57,7 @@ def require_trust(what: str, module: str) -> None:
     if reason:
         raise ConfigError(
             f"{what}: this process does not trust {package}: {reason}, "
-            f"or outside FLARE set {VARIABLE}={package}"
+            f"or outside FLARE set {PACKAGES_VARIABLE}={package}"
         )
 
 

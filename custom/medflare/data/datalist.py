@@ -21,7 +21,7 @@ from medflare.core.rng import numpy_generator
 from medflare.core.settings import checked, strict_dataclass, takes
 from medflare.core.text import printable, read_json
 from medflare.data.attributes import NO_ATTRIBUTES, OLDEST, Attributes, parse_attributes
-from medflare.data.local import FOLDERS, PLACE, allowed_folders
+from medflare.data.local import DATA_FOLDERS_VARIABLE, PLACE, allowed_folders
 
 FILE = "datalist.json"
 # Of the patients, where splits are drawn by default.
@@ -240,7 +240,7 @@ def check_folder(
     linked = f"is a link to {resolved}," if file.is_symlink() else "lies"
     raise DataError(
         f"{location}: {file} {linked} outside the site's folder; {remedy}, "
-        f"or allow its folder in data_folders of {PLACE} (without one: in {FOLDERS})"
+        f"or allow its folder in data_folders of {PLACE} (without one: in {DATA_FOLDERS_VARIABLE})"
     )
 
 

@@ -40,7 +40,7 @@ from medflare.tasks.annotation import Annotation
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images, Spacing
 
-ENVIRONMENT = "MEDFLARE_DATA_ROOT"
+DATA_ROOT_VARIABLE = "MEDFLARE_DATA_ROOT"
 NOT_LISTED = "label_values lists no label for them"
 
 
@@ -193,7 +193,7 @@ def resolve_data_root(
     raise DataError(
         f"site {site}: no data root for task {task.name}; "
         'give --data-root FOLDER, write {"data_root": FOLDER} to the site\'s local/medflare.json, '
-        f"or set {ENVIRONMENT}"
+        f"or set {DATA_ROOT_VARIABLE}"
     )
 
 
@@ -207,7 +207,7 @@ def site_folder(site: str, local: str = "", data_root: Path | str | None = None)
     Raises:
         DataError: a root without data of the site.
     """
-    value = data_root or local or os.environ.get(ENVIRONMENT)
+    value = data_root or local or os.environ.get(DATA_ROOT_VARIABLE)
     if not value:
         return None
     if data_root:
@@ -215,7 +215,7 @@ def site_folder(site: str, local: str = "", data_root: Path | str | None = None)
     elif local:
         origin = '"data_root" of local/medflare.json'
     else:
-        origin = f"--data-root or {ENVIRONMENT}"
+        origin = f"--data-root or {DATA_ROOT_VARIABLE}"
     root = Path(value).expanduser()
     location = f"data root {root} ({origin})"
     if not root.is_dir():

@@ -39,7 +39,7 @@ OUTBOUND = "outbound.csv"  # in the site's folder of the job: what left, entry b
 PROGRESS = "status.json"  # in the same folder: the current step, or the last one
 _CACHE_VARIABLE = "MEDFLARE_CACHE"
 DEVICE_VARIABLE = "MEDFLARE_DEVICE"
-FOLDERS = "MEDFLARE_DATA_FOLDERS"  # separated as in PATH
+DATA_FOLDERS_VARIABLE = "MEDFLARE_DATA_FOLDERS"  # separated as in PATH
 
 
 # -- folders ---------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def allowed_folders(local: Sequence[str | Path] = ()) -> tuple[Path, ...]:
     """Further folders of a site's files: `local` ("data_folders" of local/medflare.json), else
     those of MEDFLARE_DATA_FOLDERS.
     """
-    folders = local or filter(None, os.environ.get(FOLDERS, "").split(os.pathsep))
+    folders = local or filter(None, os.environ.get(DATA_FOLDERS_VARIABLE, "").split(os.pathsep))
     return tuple(Path(folder).expanduser() for folder in folders)
 
 

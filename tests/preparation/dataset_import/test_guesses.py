@@ -24,7 +24,7 @@ from medflare.core.errors import DataError, MedflareError
 from medflare.data.datalist import read_content, read_datalist
 from medflare.data.decoding import target_of
 from medflare.data.loading import open_source
-from medflare.data.local import FOLDERS, read_local
+from medflare.data.local import DATA_FOLDERS_VARIABLE, read_local
 from medflare.data.reading import read_stored
 from medflare.inference.inputs import find_inputs
 from medflare.preparation.check import check_site
@@ -483,18 +483,18 @@ def test_links_to_files_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(os.path.relpath(file, link.parent))
     text = error_of(tmp_path / "linked")
-    assert "p00_0.png is a link" in text and "--out" in text and FOLDERS in text
+    assert "p00_0.png is a link" in text and "--out" in text and DATA_FOLDERS_VARIABLE in text
     imported(tmp_path / "linked", out=tmp_path / "deep" / "er" / "out")
     entries = read_datalist(tmp_path / "deep" / "er" / "out", "classification")
     assert all(entry.image.is_file() and not entry.image.is_symlink() for entry in entries)
-    monkeypatch.setenv(FOLDERS, str(annex))
+    monkeypatch.setenv(DATA_FOLDERS_VARIABLE, str(annex))
     imported(tmp_path / "linked")
     task = small_task("classification", target="binary", labels=["dog"])
     assert check_site(tmp_path / "linked", task).ok and summarise(tmp_path / "linked", TaskHints())
-    monkeypatch.delenv(FOLDERS)
+    monkeypatch.delenv(DATA_FOLDERS_VARIABLE)
     assert (line := check_site(tmp_path / "linked", task).render()).count(
         "is a link"
-    ) == 1 and FOLDERS in line
+    ) == 1 and DATA_FOLDERS_VARIABLE in line
     with pytest.raises(DataError, match="is a link"):
         summarise(tmp_path / "linked", TaskHints())
 
@@ -512,7 +512,7 @@ def test_links_to_allowed_folders_are_followed_once(
     ):
         link.symlink_to(annex)
     assert "links" in error_of(tmp_path / "linked")
-    monkeypatch.setenv(FOLDERS, str(annex))
+    monkeypatch.setenv(DATA_FOLDERS_VARIABLE, str(annex))
     report = imported(tmp_path / "linked")
     assert len(report.sites[""]) == 40 and "links" in report.render()
     inputs, _ = find_inputs([tmp_path / "linked"], tmp_path / "out")

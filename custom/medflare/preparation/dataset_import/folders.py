@@ -14,7 +14,7 @@ from medflare.core.errors import DataError
 from medflare.data.attributes import NO_ATTRIBUTES, Attributes
 from medflare.data.datalist import FILE, patient_id
 from medflare.data.dicom import SEGMENTATION, is_other_object, kind_of, tags_of
-from medflare.data.local import FOLDERS, allowed_folders
+from medflare.data.local import DATA_FOLDERS_VARIABLE, allowed_folders
 from medflare.data.reading import explained, image_suffixes, is_dicom, stem, suffix
 from medflare.preparation.dataset_import.names import (
     WORDS,
@@ -401,7 +401,7 @@ def _reason_to_leave_out(folder: Path, allowed: Collection[Path], searched: set[
     if twice or not any(target.is_relative_to(path) for path in allowed):
         return (
             "as links to folders are not followed "
-            f"(give the folders themselves, or allow them in {FOLDERS})"
+            f"(give the folders themselves, or allow them in {DATA_FOLDERS_VARIABLE})"
         )
     searched.add(target)
     return ""
