@@ -279,7 +279,7 @@ def test_no_model_is_written_outside_of_the_sites_folder(tmp_path: Path, role: s
     site = squares.site("A")
     folder = SiteFolder(tmp_path / "job", "A", get_method("ditto"), site.task, squares.SEED)
     with pytest.raises(StateError, match="outside of the site's folder"):
-        folder.keep(role, Message(), cast(Any, None))
+        folder.store(role, Message(), cast(Any, None))
     assert not [*tmp_path.iterdir()]
 
 

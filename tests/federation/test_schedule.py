@@ -233,7 +233,7 @@ def test_outside_sites_are_delivered_to_and_never_train() -> None:
     for phase, _, requests in exchange.requests:
         if phase in ("train", "validate"):
             assert "O" not in requests
-    assert federation.outcome.delivered["O"]["metrics"]["global"]["dice"] is not None
+    assert federation.outcome.final_metadata["O"]["metrics"]["global"]["dice"] is not None
 
 
 # -- partial participation -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from medflare.core.specs import MetaSpec, PerClass, TensorSpec
 from medflare.data.loading import SiteData, Split
 from medflare.data.local import LocalSettings
 from medflare.federation.exchange import with_step_number
-from medflare.federation.final_models import evaluated
+from medflare.federation.final_models import evaluate_final_models
 from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.federation.protocol import FINAL_REPLY_META, declaration_problem
@@ -220,7 +220,7 @@ def measured(
             "head.bias": torch.tensor(always),
         }
     model = plain_message(state)
-    meta = evaluated(
+    meta = evaluate_final_models(
         site,
         {"global": model, "deployed": model},
         lambda *kept: None,
@@ -332,7 +332,7 @@ def test_a_metric_that_is_defined_for_few_patients_stays_at_the_site(
         "head.bias": torch.full_like(state["head.bias"], 5.0),
     }
     summaries: dict[str, Any] = {}
-    meta = evaluated(
+    meta = evaluate_final_models(
         site,
         {"global": plain_message(state)},
         lambda role, model, summary: summaries.update({role: summary}),

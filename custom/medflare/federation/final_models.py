@@ -55,15 +55,15 @@ class ArtifactStore:
     """Stores what stays at a participant's site. This one stores nothing; engines supply others.
 
     Attributes:
-        delivered: called with the role, a final model and its test scores by patient.
+        on_final_model: called with the role, a final model and its test scores by patient.
     """
 
     _: KW_ONLY
-    delivered: Callable[[str, Message, Cases], None] = lambda role, model, cases: None
+    on_final_model: Callable[[str, Message, Cases], None] = lambda role, model, cases: None
 
-    def keep(self, role: str, model: Message, summary: Summary) -> None:
+    def store(self, role: str, model: Message, summary: Summary) -> None:
         """Store a final model of a role ("global", "deployed", ...) and its test results."""
-        self.delivered(role, model, summary.cases)
+        self.on_final_model(role, model, summary.cases)
 
     def show(self, title: str, png: bytes) -> None:
         """Store a picture that the method makes for the site itself."""
@@ -94,11 +94,11 @@ class SiteFolder(ArtifactStore):
     summaries: dict[str, Summary] = field(default_factory=dict)
     pictures: dict[str, bytes] = field(default_factory=dict)
 
-    def keep(self, role: str, model: Message, summary: Summary) -> None:
+    def store(self, role: str, model: Message, summary: Summary) -> None:
         """Write a final model and its card into a folder of the role's name, and its scores."""
         if not all(is_name(part) for part in role.split("/")):
             raise StateError(f"model {role!r} would lie outside of the site's folder")
-        super().keep(role, model, summary)
+        super().store(role, model, summary)
         card = {
             "method": self.method.name,
             "site": self.site,
@@ -133,16 +133,16 @@ class SiteFolder(ArtifactStore):
         if scarce:
             log.add("rare_class", scarce_line(scarce), site=self.site)
         report = SiteReport(
-            self.method.name,
-            self.site,
-            "inside" if algorithm.inside else "outside",
-            self.task,
-            site.n,
-            self.summaries,
-            pictures,
-            log.to_list(),
-            reply.get(CONSTANT),
-            of_training,
+            method=self.method.name,
+            site=self.site,
+            role="inside" if algorithm.inside else "outside",
+            task=self.task,
+            n=site.n,
+            models=self.summaries,
+            pictures=pictures,
+            events=log.to_list(),
+            constant=reply.get(CONSTANT),
+            of_training=of_training,
             groups=site.data.test_groups,
             minimum_patients=algorithm.minimum_patients,
         )
@@ -194,22 +194,22 @@ def with_adapted(site: Site, models: Messages, adapt: str) -> tuple[FinalModels,
     return final, [note] if note else []
 
 
-def evaluated(
+def evaluate_final_models(
     site: Site,
     models: Messages,
-    keep: Callable[[str, Message, Summary], None],
+    store: Callable[[str, Message, Summary], None],
     minimum_patients: int = 0,
     *,
     method: Method,
     inside: bool = True,
     private: bool = False,
 ) -> JsonDict:
-    """Build the final models, evaluate them on the site's test images and pass them to `keep`.
+    """Build the final models, evaluate them on the site's test images and pass them to `store`.
 
     Args:
         models: role -> final model, of `MODEL_ROLES` and others to compare; equal objects are
             evaluated once.
-        keep: (role, model, test results) -> stores them; scores by patient are not metadata: they
+        store: (role, model, test results) -> stores them; scores by patient are not metadata: they
             do not leave the site.
         minimum_patients: see `suppression`.
         inside: whether the site trained.
@@ -244,7 +244,7 @@ def evaluated(
             if report is not None:
                 reports[role] = report
         summary, outputs = measured[id(model)]
-        keep(role, model, summary)
+        store(role, model, summary)
         metrics[role] = _of_enough_patients(summary, role, minimum_patients, log)
         small = has_small_class(summary.cases, site.task, minimum_patients)
         if not small:

@@ -85,7 +85,8 @@ class Outcome:
 
     Attributes:
         enrolled: site -> metadata of its enrollment ("n", "class_counts", ...).
-        delivered: site -> metadata of its final evaluation ("metrics": role -> metric -> value).
+        final_metadata: site -> metadata of its final evaluation ("metrics": model -> metric ->
+            value).
         history: one `StepReport.line` per step.
         seconds: stage -> wall-clock seconds.
         costs: site -> cost.
@@ -98,7 +99,7 @@ class Outcome:
     """
 
     enrolled: dict[str, Json] = field(default_factory=dict)
-    delivered: dict[str, Json] = field(default_factory=dict)
+    final_metadata: dict[str, Json] = field(default_factory=dict)
     history: list[JsonDict] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     costs: dict[str, SiteCost] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from medflare.federation.data_record import DataRecord, other_images_refusal
 from medflare.federation.enrolment import versions_here
 from medflare.federation.final_models import (
     ArtifactStore,
-    evaluated,
+    evaluate_final_models,
     metric_of,
     with_adapted,
     with_choice,
@@ -466,10 +466,10 @@ class Participant:
             models, remarks = with_adapted(algorithm.site, models, run_items[ADAPT])
             notes += remarks
         self._note_evaluations(FINALIZE, models.values(), is_repeated)
-        meta = evaluated(
+        meta = evaluate_final_models(
             algorithm.site,
             models,
-            self.artifacts.keep,
+            self.artifacts.store,
             self._minimum,
             method=self.method,
             inside=algorithm.inside,

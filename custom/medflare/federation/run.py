@@ -183,10 +183,10 @@ class Run:
         seed = self.settings.seed
         rounds = self.settings.rounds
         context = ServerContext(
-            self.method.plan(self.task, self.sites, self.hyper),
-            seed,
-            rounds,
-            self.settings.outside,
+            plan=self.method.plan(self.task, self.sites, self.hyper),
+            seed=seed,
+            rounds=rounds,
+            outside=self.settings.outside,
             phases=self.method.site_class.phases,
             aggregation=self.aggregation,
             events=self.events,
@@ -208,13 +208,13 @@ class Run:
 
         identity = identity_of(self.method, self.hyper, self.task.fingerprint(), seed)
         return Federation(
-            self.method.make_server(context),
-            exchange,
-            self.settings,
-            identity,
-            after_step,
-            self.outcome,
-            self._checkpoint.save,
+            server=self.method.make_server(context),
+            exchange=exchange,
+            rules=self.settings,
+            identity=identity,
+            on_step=after_step,
+            outcome=self.outcome,
+            checkpoint=self._checkpoint.save,
         )
 
     @cached_property
@@ -267,8 +267,8 @@ class Run:
     def _site_record(self, site: str) -> SiteRecord:
         role = "outside" if site in self.settings.outside else "inside"
         counts = self.outcome.enrolled.get(site, {}).get("n", {})
-        delivered = self.outcome.delivered.get(site, {})
-        parts = {name: delivered[name] for name in _EVALUATION if name in delivered}
+        meta = self.outcome.final_metadata.get(site, {})
+        parts = {name: meta[name] for name in _EVALUATION if name in meta}
         return SiteRecord(role, counts, **parts)
 
     def _record(self, reason: str) -> RunRecord:

@@ -106,13 +106,13 @@ class Federation:
 
         # 1. Enroll.
         enrolment = Enrolment(
-            self._context,
-            self._transport,
-            self.identity,
-            self.returning,
-            finished,
-            self.rules.max_client_weight,
-            self._needed,
+            context=self._context,
+            transport=self._transport,
+            identity=self.identity,
+            returning=self.returning,
+            finished=finished,
+            max_client_weight=self.rules.max_client_weight,
+            combined_sites=self._needed,
         )
         enrolment.open(self._min_sites)
 
@@ -339,10 +339,10 @@ class Federation:
                 continue
             meta = dict(answer.message.meta)
             self.events.extend(meta.pop(EVENTS.name, []), site)
-            self.outcome.delivered[site] = meta
+            self.outcome.final_metadata[site] = meta
             if answer.message.states and self._is_shared(site, step, answer.message):
                 shared[site] = answer.message[PERSONAL_MODEL]
-        if not self.outcome.delivered:
+        if not self.outcome.final_metadata:
             first = dict(list(problems.items())[:1])
             raise FederationFailed(f"no site evaluated the final models ({join_problems(first)})")
         if shared:
@@ -398,7 +398,7 @@ class Federation:
         for site, state in shared.items():
             request[PERSONAL_MODELS.member(site)] = state
         outgoing = {}
-        for site in sorted(self.outcome.delivered):
+        for site in sorted(self.outcome.final_metadata):
             outgoing[site] = with_step_number(request, index, step.round)
         self.outcome.cross_site = {owner: {} for owner in shared}
         for site, answer in self._transport.ask(step, outgoing).items():

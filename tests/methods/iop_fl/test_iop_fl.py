@@ -12,7 +12,7 @@ from medflare.core.errors import StateError
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.states import blend, copy_state
-from medflare.federation.final_models import evaluated
+from medflare.federation.final_models import evaluate_final_models
 from medflare.methods.base import Step
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.iop_fl import METHOD, outside
@@ -411,7 +411,7 @@ def test_neither_an_empty_mask_nor_one_half_everywhere_is_stable() -> None:
 def test_an_event_names_the_used_state_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def events(**hyper: Any) -> list[dict[str, Any]]:
         algorithm, models = final_models(images=8, **hyper)
-        meta = evaluated(algorithm.site, models, lambda *_: None, method=METHOD)
+        meta = evaluate_final_models(algorithm.site, models, lambda *_: None, method=METHOD)
         return [event for event in meta["events"] if event["kind"] == "reverted"]
 
     assert not events(route_epochs=0)

@@ -152,11 +152,11 @@ def run_local(
             return open_site(name, config, seed=seed, role=role, data_root=data_root, device=device)
 
         call = partial(delivered, name)
-        artifacts = ArtifactStore(delivered=call)
+        artifacts = ArtifactStore(on_final_model=call)
         state: Store = memory.setdefault(name, MemoryStore())
         if folder is not None:
             site_folder = folder / SITES_FOLDER / name
-            artifacts = SiteFolder(site_folder, name, chosen, config, seed, delivered=call)
+            artifacts = SiteFolder(site_folder, name, chosen, config, seed, on_final_model=call)
             state = StateStore(site_folder / STATE)
         return Participant(
             name,
