@@ -186,10 +186,10 @@ def test_slices_of_one_volume_are_of_one_patient() -> None:
     whole, *alone = predictions(model, [volume, *pictures], SEGMENTATION)
     assert (
         torch.equal(whole.probabilities, expected)
-        and len(set(whole.answered)) == 1
-        and len(whole.answered) == 10
+        and len(set(whole.predicted_by)) == 1
+        and len(whole.predicted_by) == 10
     )
-    assert len({one.answered for one in alone}) == 2, "pictures may be of several patients"
+    assert len({one.predicted_by for one in alone}) == 2, "pictures may be of several patients"
 
 
 def test_masks_and_table(trained: Runs, data_root: Path, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_masks_and_table(trained: Runs, data_root: Path, tmp_path: Path) -> None
     assert (
         summary.images == len(rows) == 9
         and not summary.failed
-        and sum(summary.answered.values()) == 9
+        and sum(summary.predicted_by.values()) == 9
     )
     assert list(rows[0]) == ["image", "slice", "mask", "pixels_square", "model", "outside_training"]
     for row, p in zip(rows, probabilities(stored, data_root / "A/test", tmp_path), strict=True):
@@ -207,7 +207,7 @@ def test_masks_and_table(trained: Runs, data_root: Path, tmp_path: Path) -> None
         # The first value of the task's label.
         np.testing.assert_array_equal(mask, np.where(p[0] > 0.5, 3, 0))
         assert int(row["pixels_square"]) == (mask == 3).sum() and row["slice"] == ""
-    assert {row["model"] for row in rows} == set(summary.answered)
+    assert {row["model"] for row in rows} == set(summary.predicted_by)
 
 
 def test_every_format_in_its_own_geometry(tmp_path: Path, untrained: Models) -> None:

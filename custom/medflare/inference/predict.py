@@ -61,7 +61,7 @@ _LISTED = 10  # images that are printed one by one
 class Choosing(Protocol):
     """A deployed module that selects one of several networks for each image."""
 
-    answered: list[str]  # the networks selected for the last batch, image by image
+    predicted_by: list[str]  # the networks selected for the last batch, image by image
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ class Prediction:
 
     prepared: PreparedImage
     probabilities: Tensor  # (S, outputs, ...) on the network's grid, or (S, outputs)
-    answered: tuple[str, ...]  # for a super model, the network of each picture or slice; else ""
+    predicted_by: tuple[
+        str, ...
+    ]  # for a super model, the network of each picture or slice; else ""
 
 
 @dataclass
@@ -98,7 +100,7 @@ class PredictionSummary:
     # Image -> see `acquisition.outside`; None: the card has no training range.
     outside: dict[str, dict[str, str]] | None = None
     # For a super model, the number of pictures of each network.
-    answered: Counter[str] = field(default_factory=Counter)
+    predicted_by: Counter[str] = field(default_factory=Counter)
     adapted: str = ""  # how the model adapted to the images; "" if it did not
 
     def differs(self, image: str, differences: Mapping[str, str]) -> None:
@@ -143,8 +145,10 @@ class PredictionSummary:
             lines.append(f"{len(self.outside)} of {self.images} images are {_UNSEEN}: {listed}")
         if self.adapted:
             lines.append(f"adapted to these images: {self.adapted}")
-        if self.answered:
-            used = ", ".join(f"{name}: {count}" for name, count in sorted(self.answered.items()))
+        if self.predicted_by:
+            used = ", ".join(
+                f"{name}: {count}" for name, count in sorted(self.predicted_by.items())
+            )
             lines.append(f"networks used: {used}")
         return "\n".join(lines)
 
@@ -208,8 +212,8 @@ def predict(
             summary.fail(str(error))
             continue
         summary.images += 1
-        summary.pictures += len(prediction.answered)
-        summary.answered.update(filter(None, prediction.answered))
+        summary.pictures += len(prediction.predicted_by)
+        summary.predicted_by.update(filter(None, prediction.predicted_by))
         if trained is not None:
             differences = _differences(prediction.prepared.acquired, trained, task)
             summary.differs(str(prediction.prepared.source.path), differences)
@@ -383,7 +387,7 @@ def predictions(
     for module in model.modules():  # it may be inside an adapted model
         if isinstance(module, Choosing):
             module.register_forward_hook(
-                lambda module, _images, _output: selected.extend(module.answered)
+                lambda module, _images, _output: selected.extend(module.predicted_by)
             )
     by_patient = predicts_by_patient(model)
     for together, parts in groupby(prepared, lambda part: part.volume and by_patient):
@@ -394,7 +398,7 @@ def predictions(
         for part in parts:
             with torch.no_grad():
                 slices = model.predict_patient(part.images.to(device).split(size)).float().cpu()
-            names = model.answered if isinstance(model, Choosing) else [""] * len(slices)
+            names = model.predicted_by if isinstance(model, Choosing) else [""] * len(slices)
             yield Prediction(part, slices, tuple(names))
 
 
@@ -420,9 +424,9 @@ def _in_batches(
         while waiting and len(done) >= len(waiting[0].images):
             first = waiting.popleft()
             count = len(first.images)
-            probabilities, answered = zip(*done[:count], strict=True)
+            probabilities, networks = zip(*done[:count], strict=True)
             del done[:count]
-            yield Prediction(first, torch.stack(probabilities), answered)
+            yield Prediction(first, torch.stack(probabilities), networks)
 
 
 def _written(prediction: Prediction, task: TaskConfig, out: Path, seg: bool) -> list[JsonDict]:
@@ -449,7 +453,7 @@ def _written(prediction: Prediction, task: TaskConfig, out: Path, seg: bool) -> 
         named = ";".join(str(file.relative_to(out)) for file in files)
         results = [{"mask": named, **sizes(mask, task, grid)} for mask in masks]
     rows = []
-    for number, (result, name) in enumerate(zip(results, prediction.answered, strict=True)):
+    for number, (result, name) in enumerate(zip(results, prediction.predicted_by, strict=True)):
         slice_number = number if prepared.volume else ""
         row = {"image": str(prepared.source.path), "slice": slice_number, **result}
         if name:

@@ -261,7 +261,7 @@ def test_the_ridge_selector_separates_sites_after_one_exchange() -> None:
     assert "selector" not in log[0].outgoing["A"].states
     assert log[2].replies["A"].states.keys() == {"selector_statistics"}
     for place, name in enumerate(("A", "C")):
-        choices = algorithms[name].selector_logits(server.delivered_selector, "test").argmax(dim=1)
+        choices = algorithms[name].selector_logits(server.final_selector, "test").argmax(dim=1)
         assert (choices == place).all()
 
 
@@ -272,7 +272,7 @@ def test_a_site_without_statistics_is_never_chosen() -> None:
         gamma=0.5,
         absent=lambda step, name: (step.phase, name) == ("selector_features", "B"),
     )
-    scores = algorithms["B"].selector_logits(server.delivered_selector, "test").softmax(dim=1)
+    scores = algorithms["B"].selector_logits(server.final_selector, "test").softmax(dim=1)
     assert (scores[:, 1] < 0.01).all() and torch.isfinite(scores).all()
 
 
@@ -368,13 +368,13 @@ def test_who_answered_is_told_image_by_image() -> None:
     images = images_of(2.0, 0.0, 0.5, 1.0, 0.0)
     output = model(images)
     # Half way between A and B nobody is sure.
-    assert model.answered == ["C", "A", "global", "B", "A"]
-    for image, answer, name in zip(images, output, model.answered, strict=True):
+    assert model.predicted_by == ["C", "A", "global", "B", "A"]
+    for image, answer, name in zip(images, output, model.predicted_by, strict=True):
         torch.testing.assert_close(
             answer, model.networks[model.names.index(name)](image[None]).sigmoid()[0]
         )
     model(images[:1])
-    assert model.answered == ["C"]
+    assert model.predicted_by == ["C"]
     report = model.report()
     assert {name: report[name] for name in model.names} == {"global": 1, "A": 2, "B": 1, "C": 2}
     assert sum(report["selector"].values()) == 6 and report["selector"]["C"] == 2, (
@@ -410,7 +410,7 @@ def test_without_branches_the_answers_are_the_same(kind: str, combine: str | Non
     model = super_model_of(kind, combine)
     images = images_of(2.0, 0.0, 0.5, 1.0, 0.1, 2.9)
     torch.testing.assert_close(model.unbranched()(images), model(images), rtol=0, atol=1e-6)
-    assert len(set(model.answered)) == 4, "all networks should have had their turn"
+    assert len(set(model.predicted_by)) == 4, "all networks should have had their turn"
 
 
 # ---- personalization (Table 6), a round by hand ----------------------------------------------------------------------------

@@ -230,7 +230,7 @@ class EnsembleSuperModel(ExtraSuperModel):
         """Images (N, C, H, W) to probabilities."""
         scores = self.scores(images)
         self.note(self.choose(scores), scores)
-        return self.combined(self.every_answer(images), scores)
+        return self.combined(self.predict_all(images), scores)
 
     def combined(self, answers: Tensor, scores: Tensor) -> Tensor:
         """The mean of all predictions (N, K + 1, ...) by the scores (N, K + 1)."""

@@ -158,14 +158,14 @@ class SuperModelServer(FedAvgServer[V]):
         self.memory.meta["selector_step"] = count
 
     @property
-    def delivered_selector(self) -> StateDict:
+    def final_selector(self) -> StateDict:
         """The selector of the super model."""
         return self.selector
 
     def configure_final(self, site: str) -> Message:
         """The whole super model: every site may meet images that look like another site's."""
         message = super().configure_final(site)
-        message[self.site_algorithm.entries.weights] = self.delivered_selector
+        message[self.site_algorithm.entries.weights] = self.final_selector
         rounds = {}
         for name, best in self.best_personal.items():
             model, rounds[name] = best.chosen(self.hyper.selection, self.personal(name))
@@ -279,7 +279,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
     @asks(FedSMSite.selector_confidence)
     def request_of_confidence(self, step: Step, site: str) -> Message:
         """The finished selector."""
-        return Message.of({OF_SITES.weights: self.delivered_selector})
+        return Message.of({OF_SITES.weights: self.final_selector})
 
     @handles(FedSMSite.selector_confidence)
     def fit_temperature(self, step: Step, replies: Replies) -> None:
@@ -303,7 +303,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
         self.memory.meta |= {"gains": gains, "gamma": tuned_gamma(gains)}
 
     @property
-    def delivered_selector(self) -> StateDict:
+    def final_selector(self) -> StateDict:
         """The selector of the round with the best accuracy, or the last one, at its temperature."""
         chosen, _ = self.best_selector.chosen(self.hyper.selection, self.selector)
         return tempered(chosen, self.memory.meta["temperature"])

@@ -56,7 +56,7 @@ class SuperModel(nn.Module):
     Attributes:
         chosen: how often each network has predicted since the module was built.
         recognized: how often each of the selector's classes was the most probable one.
-        answered: names of the networks that predicted the images of the last batch.
+        predicted_by: names of the networks that predicted the images of the last batch.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SuperModel(nn.Module):
         self.selector = selector
         self.chosen: Counter[str] = Counter()
         self.recognized: Counter[str] = Counter()
-        self.answered: list[str] = []
+        self.predicted_by: list[str] = []
 
     def scores(self, images: Tensor) -> Tensor:
         """Softmax scores of the selector, (N, K)."""
@@ -90,7 +90,7 @@ class SuperModel(nn.Module):
         """
         return choose_model(scores, self.gamma)
 
-    def answer(self, images: Tensor, choice: Tensor) -> Tensor:
+    def predict_with(self, images: Tensor, choice: Tensor) -> Tensor:
         """Probabilities (N, outputs, ...) of the chosen networks (N,).
 
         A network runs once on all images that chose it.
@@ -109,7 +109,7 @@ class SuperModel(nn.Module):
         scores = self.scores(images)
         choice = self.choose(scores)
         self.note(choice, scores)
-        return self.answer(images, choice)
+        return self.predict_with(images, choice)
 
     @property
     def by_patient(self) -> bool:
@@ -126,7 +126,7 @@ class SuperModel(nn.Module):
         choice = self.choose(scores)
         self.note(choice, scores)
         choices = choice.split([len(images) for images in parts])
-        return torch.cat(list(map(self.answer, parts, choices)))
+        return torch.cat(list(map(self.predict_with, parts, choices)))
 
     def note(self, choice: Tensor, scores: Tensor) -> None:
         """Counts the chosen networks (N,) and the most probable classes of a batch.
@@ -134,11 +134,11 @@ class SuperModel(nn.Module):
         Scores are (N, K) or (N, K + 1).
         """
         classes = self.names[-scores.shape[1] :]
-        self.answered = [self.names[network] for network in choice.tolist()]
-        self.chosen.update(self.answered)
+        self.predicted_by = [self.names[network] for network in choice.tolist()]
+        self.chosen.update(self.predicted_by)
         self.recognized.update(classes[label] for label in scores.argmax(dim=1).tolist())
 
-    def every_answer(self, images: Tensor) -> Tensor:
+    def predict_all(self, images: Tensor) -> Tensor:
         """Probabilities of all networks, (N, K + 1, ...)."""
         answers = [self.task.probabilities(network(images)) for network in self.networks]
         return torch.stack(answers, dim=1)
@@ -183,7 +183,7 @@ class UnbranchedSuperModel(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (N, C, H, W) to the super model's probabilities."""
-        return self.model.combined(self.model.every_answer(images), self.model.scores(images))
+        return self.model.combined(self.model.predict_all(images), self.model.scores(images))
 
 
 def super_model(task: TaskConfig, message: Message) -> SuperModel:
@@ -288,7 +288,7 @@ def _scores_of_patches(model: SuperModel, site: Site) -> dict[float, Scores]:
             scores = model.scores(images)
             if gamma == GAMMAS[0]:
                 largest.append(scores.amax(dim=1).cpu())
-            return model.answer(images, choose_model(scores, gamma))
+            return model.predict_with(images, choose_model(scores, gamma))
 
         return site.score(predict, "validation", [site.task.metric])
 
@@ -305,6 +305,6 @@ def _metric_parts(model: SuperModel, site: Site, choices: Iterable[Tensor]) -> M
 
     def predictions() -> Iterator[BatchPrediction]:
         for batch, choice in zip(site.ordered("validation"), choices, strict=True):
-            yield model.answer(batch.images, choice).cpu(), batch.targets.cpu(), batch.index
+            yield model.predict_with(batch.images, choice).cpu(), batch.targets.cpu(), batch.index
 
     return site.measure(predictions(), "validation", [site.task.metric])
