@@ -317,7 +317,7 @@ def sites_of_role(results: Json, role: str) -> list[str]:
     return sorted(name for name, site in results["sites"].items() if site["role"] == role)
 
 
-def voters(selection: Json) -> set[str]:
+def scoring_sites(selection: Json) -> set[str]:
     """The sites whose validation selected a round of a model."""
     return set(chain.from_iterable(item["votes"] for item in selection["candidates"]))
 

@@ -190,8 +190,8 @@ def _tiles(results: Json) -> list[tuple[str, str, str]]:
             tiles.append((heading, text.format_metric(metric, mean), where))
     for model, selection in results.get("model_selection", {}).items():
         if selection["round"] is not None:
-            voters = text.with_number(len(text.voters(selection)), "site")
-            where = f"of training, {model} model, by the validation of {voters}"
+            scoring = text.with_number(len(text.scoring_sites(selection)), "site")
+            where = f"of training, {model} model, by the validation of {scoring}"
             tiles.append(("Selected round", f"{selection['round']} of {results['rounds']}", where))
     down = results["traffic"]["down_bytes"]
     up = results["traffic"]["up_bytes"]
@@ -214,7 +214,7 @@ def _shown_selection(selection: Json) -> Json:
     return {
         **selection,
         "candidates": earlier + candidates[-_CANDIDATES:],
-        "sites": sorted(text.voters(selection)),
+        "sites": sorted(text.scoring_sites(selection)),
         "cut": len(candidates) > _CANDIDATES,
     }
 

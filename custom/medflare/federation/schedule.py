@@ -420,10 +420,10 @@ class Federation:
             if enrolled[ROLE.name] == "inside":
                 images[site] = enrolled[COUNTS.name].get("validation", 0)
         for model, selection in outcome.model_selection.items():
-            votes = [candidate["votes"] for candidate in selection["candidates"]]
-            voters = set().union(*votes)
-            counts = {site: images[site] for site in sorted(voters & images.keys())}
-            if votes and images_behind(counts, selection["rule"]) < FEW_IMAGES:
+            scores = [candidate["votes"] for candidate in selection["candidates"]]
+            scoring = set().union(*scores)
+            counts = {site: images[site] for site in sorted(scoring & images.keys())}
+            if scores and images_behind(counts, selection["rule"]) < FEW_IMAGES:
                 listed = ", ".join(f"{site} {count}" for site, count in counts.items()) or "none"
                 text = f"the round of the {model} model was chosen on few validation images"
                 self.events.add("few_validation_images", f"{text} ({listed})")

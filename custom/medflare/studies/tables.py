@@ -23,9 +23,9 @@ from medflare.evaluation.presentation import (
     format_metric,
     label_metric,
     lower_is_better,
+    scoring_sites,
     sites_of_role,
     task_metric,
-    voters,
 )
 from medflare.evaluation.results import MODELS, confusion
 from medflare.federation.settings import CROSS_SITE
@@ -787,7 +787,7 @@ def selection(run: Results) -> str:
         return rule
     metric = task_metric(run)
     best = f"best {metric}".strip()
-    sites = _voters(run)
+    sites = _scoring_sites(run)
     if run["method"] == SINGLE_SITE or sites == set():
         return f"{best}, each site its own"
     if sites is not None and len(sites) == 1:
@@ -795,13 +795,13 @@ def selection(run: Results) -> str:
     return best + joined[rule]
 
 
-def _voters(run: Results) -> set[str] | None:
+def _scoring_sites(run: Results) -> set[str] | None:
     """The sites whose values selected a round at the server; None for a run that did not record it:
     it failed, or is of an older version.
     """
     if run["reason"] or "model_selection" not in run:
         return None
-    return set[str]().union(*map(voters, run["model_selection"].values()))
+    return set[str]().union(*map(scoring_sites, run["model_selection"].values()))
 
 
 def _constants(groups: Groups, metric: str) -> _Constants:
