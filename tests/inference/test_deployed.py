@@ -15,7 +15,7 @@ from medflare.inference.deployed import (
     network_with,
     plain_message,
     save_model,
-    signed,
+    with_checksum,
 )
 from medflare.methods.catalogue import build_deployed
 from medflare.networks.catalogue import initial_network
@@ -166,7 +166,7 @@ def test_a_signed_card_with_an_unusable_task_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fork_trials(monkeypatch)
-    refused(delivered, named, signed({**card, "task": {**card["task"], **settings}}), error)
+    refused(delivered, named, with_checksum({**card, "task": {**card["task"], **settings}}), error)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from inference.conftest import CLASSIFICATION, SEGMENTATION, Answer, Models, Run
 from medflare.adaptation.registry import adapted_at, with_tent
 from medflare.core.errors import ConfigError, ExportError
 from medflare.inference.bundle import definition, inference_config
-from medflare.inference.deployed import StoredModel, load_model, signed
+from medflare.inference.deployed import StoredModel, load_model, with_checksum
 from medflare.inference.export import export, largest_difference
 from medflare.inference.predict import predict
 from medflare.methods.catalogue import build_deployed
@@ -72,7 +72,7 @@ def test_torchscript_of_super_models(
     card = json.loads((tmp_path / "card.json").read_text())
     assert (
         card["export"] == {"format": "torchscript", "largest_difference": result.difference}
-        and signed(card) == card
+        and with_checksum(card) == card
     )
     images = IMAGES
     model = built(stored)

@@ -35,7 +35,7 @@ WEIGHTS_FILE = "model.safetensors"
 CARD_FILE = "card.json"
 CARD_SCHEMA = 1
 _TRIAL = 16.0  # maximum GiB for the network's shapes and the intensity transform of one image
-SEAL = "signature"  # the checksum of the card, which contains that of the weights
+CARD_CHECKSUM = "signature"  # the checksum of the card, which contains that of the weights
 _PREPROCESSING = (
     "channels",
     "pick",
@@ -197,18 +197,18 @@ def save_model(folder: Path | str, task: TaskConfig, message: Message, card: Jso
         "sha256": file_digest(folder / WEIGHTS_FILE),
         "versions": installed_versions(),
     }
-    write_json(folder / CARD_FILE, signed(whole))
+    write_json(folder / CARD_FILE, with_checksum(whole))
 
 
-def signed(card: Json) -> JsonDict:
+def with_checksum(card: Json) -> JsonDict:
     """The card with the SHA-256 of its content, which contains the checksum of the weights.
 
     It has no key: to prove where a model comes from, the signature is compared with the one that
     the sender gives.
     """
-    content = {name: value for name, value in card.items() if name != SEAL}
+    content = {name: value for name, value in card.items() if name != CARD_CHECKSUM}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return {**content, SEAL: hashlib.sha256(canonical.encode()).hexdigest()}
+    return {**content, CARD_CHECKSUM: hashlib.sha256(canonical.encode()).hexdigest()}
 
 
 def load_model(
@@ -243,7 +243,7 @@ def load_model(
         checksum = card["sha256"]
         described = card["task"]
         shown = printable_json(card)
-        signature = signed(card)[SEAL]
+        signature = with_checksum(card)[CARD_CHECKSUM]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StateError(
             f"{card_file}: not a model card ({one_line(error)}); fetch the model again"
@@ -253,12 +253,12 @@ def load_model(
             f"{card_file}: schema {schema}, this version reads {CARD_SCHEMA}; "
             "use the medflare that wrote it"
         )
-    if SEAL not in card and not unsigned:
+    if CARD_CHECKSUM not in card and not unsigned:
         raise StateError(
-            f"{card_file}: has no {SEAL}; fetch the model again, "
+            f"{card_file}: has no {CARD_CHECKSUM}; fetch the model again, "
             "or for a model of medflare before 0.3 use --unsigned"
         )
-    if card.get(SEAL, signature) != signature:
+    if card.get(CARD_CHECKSUM, signature) != signature:
         raise StateError(
             f"{card_file}: was changed after it was written, its signature does not fit; "
             "fetch the model again"

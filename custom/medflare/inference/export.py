@@ -24,7 +24,14 @@ from medflare.core.packages import installed
 from medflare.core.rng import torch_generator
 from medflare.core.store import write_json
 from medflare.inference.bundle import write_bundle
-from medflare.inference.deployed import CARD_FILE, Branching, Builder, StoredModel, build, signed
+from medflare.inference.deployed import (
+    CARD_FILE,
+    Branching,
+    Builder,
+    StoredModel,
+    build,
+    with_checksum,
+)
 from medflare.tasks.config import TaskConfig
 from medflare.training.patches import Predictor
 
@@ -84,7 +91,7 @@ def export(stored: StoredModel, format: str, out: Path, *, builder: Builder = bu
                 "use another format or `medflare predict`"
             )
         about = {"format": format, "largest_difference": difference}
-        write_json(folder / CARD_FILE, signed({**stored.card, "export": about}))
+        write_json(folder / CARD_FILE, with_checksum({**stored.card, "export": about}))
         shutil.copytree(folder, out, dirs_exist_ok=True)
         written = sorted(path for path in folder.rglob("*") if path.is_file())
         files = tuple(out / file.relative_to(folder) for file in written)
