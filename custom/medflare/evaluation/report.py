@@ -113,7 +113,7 @@ def render_report(
     return template("report.html").render(
         results=results,
         constants=_mean_constants(sites),
-        best_model=_usable_folder(columns, models),
+        next_model=_usable_folder(columns, models),
         level=level_sentence(results),
         columns=columns,
         sites=sites,
