@@ -232,7 +232,7 @@ class Participant:
         self, algorithm: SiteAlgorithm, phase: str, round: int, incoming: Message
     ) -> Message:
         """The reply without small cells. Its values about validation images are counted, or the
-        passes over them, as a model can depend on them, too.
+        reads of them, as a model can depend on them, too.
 
         Raises:
             ConfigError: a method that trains has read test images.
@@ -240,15 +240,15 @@ class Participant:
         declared = algorithm.phase(phase)
         of_validation = [item for item in declared.meta if item.measured == "validation"]
         values = len(of_validation)  # an error tells of images, too
-        before = algorithm.site.passes.copy()
+        before = algorithm.site.reads.copy()
         try:
             reply = self._checked_for_privacy(algorithm, phase, round, incoming)
             reply = self._suppression.suppressed(reply, declared, algorithm.plan)
             values = sum(count_values(reply[item]) for item in of_validation if item in reply)
         finally:
-            passes = algorithm.site.passes - before
-            self._note_validations(algorithm.site, max(values, passes["validation"]))
-        if passes["test"] and self.method.trains:
+            reads = algorithm.site.reads - before
+            self._note_validations(algorithm.site, max(values, reads["validation"]))
+        if reads["test"] and self.method.trains:
             raise ConfigError(
                 f"method {self.method.name} reads test images in '{phase}'; take training or "
                 "validation images, so that its test metrics mean something"

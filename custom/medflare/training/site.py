@@ -80,7 +80,7 @@ class Site:
         self.start: StateDict | None = None
         self.source: Callable[[TaskConfig], Source] | None = None
         self.batch_limit: int | None = None
-        self.passes: Counter[str] = Counter()  # over the images of a split
+        self.reads: Counter[str] = Counter()  # split -> how often its images were read
         self.notes = list(data.notes)
         self.cutter = Patches(task) if task.image_mode == "patch" else WholeImages()
         self.annotation = Annotation(task, data.annotated)
@@ -199,7 +199,7 @@ class Site:
         """The split that batches are taken from: from its first use on the device, where it may
         stay there; the test split is used too rarely.
         """
-        self.passes[name] += 1
+        self.reads[name] += 1
         data = self.data.split(name)
         if data is self.data.test:
             return data
