@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from medflare.core.message import Message
-from medflare.core.specs import MetaSpec, TensorSpec, count, listing, models, number, table, text
+from medflare.core.specs import MetaSpec, TensorSpec, by_model, count, listing, number, table, text
 
 
 def test_an_optional_declaration_keeps_everything_else() -> None:
@@ -30,7 +30,7 @@ def test_entries_are_read_and_written_by_their_declarations() -> None:
 
 @pytest.mark.parametrize("name", ["", " ", "a\nb", "$x$", "\ud800", "x" * 101, 3])
 def test_only_printable_plain_names_are_names_of_models(name: object) -> None:
-    item = MetaSpec[Any]("item", type=models(number()))
+    item = MetaSpec[Any]("item", type=by_model(number()))
     assert item.problem({name: 0.5})
     assert item.problem({"global": 0.5, "personal/Zürich-2": 1, "mixture running": 0}) is None
 
@@ -46,7 +46,7 @@ def test_only_printable_plain_names_are_names_of_models(name: object) -> None:
         (text("a", "b"), ["a"], ["c", 3, ["a"]]),
         (text(), ["x" * 1000], ["x" * 1001, 3, b"x"]),
         (table(count()), [{}, {"train": 3}], [{"train": "many"}, {3: 3}, [], "train"]),
-        (models(most=2), [dict.fromkeys("ab")], [dict.fromkeys("abc"), []]),
+        (by_model(most=2), [dict.fromkeys("ab")], [dict.fromkeys("abc"), []]),
         (listing(number(0), 2), [[], [1, 2]], [[1, 2, 3], [-1], {}, "12"]),
         (table(listing(number(0))), [{"a": [0.5]}], [{"a": ["high"]}, {"a": 1}]),
     ],

@@ -121,8 +121,8 @@ class MetaSpec(EntrySpec[T_co]):
 
     Attributes:
         about: what it is, a few words.
-        type: what pydantic accepts, see `number`, `count`, `text`, `table`, `models` and `listing`;
-            texts are printable in any case.
+        type: what pydantic accepts, see `number`, `count`, `text`, `table`, `by_model` and
+            `listing`; texts are printable in any case.
         measured: the split whose patients it was measured on, "train" or "validation"; "" if it is
             no measurement.
         optional: whether the message may lack it.
@@ -184,7 +184,7 @@ def table(values: Any = Any, most: int | None = None) -> Any:
     return Annotated[dict[str, values], Field(max_length=most)]
 
 
-def models(values: Any = Any, most: int = 16) -> Any:
+def by_model(values: Any = Any, most: int = 16) -> Any:
     """Tables, model -> value, of at most `most` models; tables and figures can show their names."""
 
     def check(name: str) -> str:

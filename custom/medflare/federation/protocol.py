@@ -27,9 +27,9 @@ from medflare.core.specs import (
     Manifest,
     MetaSpec,
     TensorSpec,
+    by_model,
     count,
     listing,
-    models,
     number,
     table,
     text,
@@ -312,7 +312,7 @@ ENROL_REPLY_META = (COUNTS, CLASS_COUNTS, VERSIONS, RANGE)
 # -- the end: the request for final models and its reply ------------------------------------------
 
 METRICS = MetaSpec[JsonDict](
-    "metrics", "model -> metric -> value on test images", models(_Metrics, 1000), "test"
+    "metrics", "model -> metric -> value on test images", by_model(_Metrics, 1000), "test"
 )
 CONSTANT = MetaSpec[float | None](
     "constant", "the task's metric of the constant prediction on test images", METRIC.type, "test"
@@ -325,24 +325,24 @@ FINAL_REPLY_META = (
     MetaSpec[JsonDict](
         "by_label",
         "model -> structure or class -> metric -> value on test images",
-        models(table(_Metrics, MOST_LABELS), 1000),
+        by_model(table(_Metrics, MOST_LABELS), 1000),
         "test",
     ),
     MetaSpec[JsonDict](
         "intervals",
         "model -> structure, class or all -> metric -> 95 % interval over test patients",
-        models(table(_Intervals, MOST_LABELS + 1), 1000),
+        by_model(table(_Intervals, MOST_LABELS + 1), 1000),
         "test",
     ),
     CONSTANT,
     COUNTS,
     MetaSpec[JsonDict](
-        "reports", "what models report of their predictions", models(table(), 1000), "test"
+        "reports", "what models report of their predictions", by_model(table(), 1000), "test"
     ),
     MetaSpec[JsonDict](
         "classes",
         "model -> confusion counts and ROC curves of test images",
-        models(_Classes, 1000),
+        by_model(_Classes, 1000),
         "test",
     ),
     PRIVACY_COST,

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from medflare.core.specs import MetaSpec, models, number
+from medflare.core.specs import MetaSpec, by_model, number
 
 N_SAMPLES = MetaSpec[float](
     "n_samples", "training images", Annotated[number(), Field(gt=0)], public=True
@@ -16,7 +16,7 @@ VALIDATION = MetaSpec[dict[str, float | None]](
     "validation",
     "model -> the task's metric on validation images before training; "
     "the server ignores values that no metric can have",
-    models(Annotated[float, Field(strict=True)] | None),
+    by_model(Annotated[float, Field(strict=True)] | None),
     "validation",
 )
 MEASURED = (N_SAMPLES, LOSS, VALIDATION)

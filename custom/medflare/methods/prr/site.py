@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from medflare.core.message import FinalModels
-from medflare.core.specs import models
+from medflare.core.specs import by_model
 from medflare.inference.deployed import KEPT
 from medflare.methods import (
     MEASURED,
@@ -99,7 +99,7 @@ GAMMA = MetaSpec[dict[str, float]](
     "train",
     per_class="values",
 )
-GAMMAS = MetaSpec[dict[str, list[float]]](
+GAMMA_CURVES = MetaSpec[dict[str, list[float]]](
     "gammas",
     "γ of every class, epoch by epoch",
     table(listing(number(0.0))),
@@ -109,7 +109,7 @@ GAMMAS = MetaSpec[dict[str, list[float]]](
 TRAINED = MetaSpec[dict[str, float | None]](
     "validation_trained",
     "model -> the metric after training, before aggregation",
-    models(number(optional=True)),
+    by_model(number(optional=True)),
     "validation",
 )
 REQUEST = (DEPUTY, GLOBAL_PROTOTYPES)
@@ -173,7 +173,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         request=REQUEST,
         request_meta=(CLASS_TOTALS,),
         reply=(DEPUTY, PROTOTYPES),
-        meta=(*MEASURED, STAGES, GAMMA, GAMMAS, TRAINED.as_optional()),
+        meta=(*MEASURED, STAGES, GAMMA, GAMMA_CURVES, TRAINED.as_optional()),
     )
     def train(self, round: int, incoming: Message) -> Message:
         """A round of `Transfer`.
@@ -231,7 +231,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
             for row in hidden.nonzero().flatten().tolist():
                 curves.pop(names[row], None)
         reply[GAMMA] = {name: curve[-1] for name, curve in curves.items()}
-        reply[GAMMAS] = curves
+        reply[GAMMA_CURVES] = curves
 
     @phase(request=REQUEST, request_meta=(CLASS_TOTALS,), meta=MEASURED)
     def validate(self, round: int, incoming: Message) -> Message:
