@@ -11,7 +11,7 @@ import torch
 from helpers.small_tasks import tiny_phantom
 from medflare import run_local
 from medflare.adaptation.registry import adapted_at, with_adaptation, with_tent
-from medflare.cli.run import FederationOptions, chosen
+from medflare.cli.run import FederationOptions, resolve_federation
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.federation.enrolment import reported_class_shares
@@ -139,7 +139,7 @@ def test_a_delivered_model_is_evaluated_and_predicts_with_it(tmp_path: Path) -> 
     message = plain_message(squares.start(TASK))
     save_model(tmp_path, TASK, message, {})
     options = FederationOptions(method="evaluate", model=tmp_path)
-    _, task, hyper, arguments = chosen(options, {"adapt": "memo"})
+    _, task, hyper, arguments = resolve_federation(options, {"adapt": "memo"})
     assert arguments["adapt"] == "memo"
     results = run_local(
         task=task,
@@ -152,7 +152,7 @@ def test_a_delivered_model_is_evaluated_and_predicts_with_it(tmp_path: Path) -> 
     assert {"deployed", "memo"} <= results["sites"]["A"]["metrics"].keys()
     for adapt in ("ttt", "routing"):
         with pytest.raises(ConfigError, match=adapt):
-            chosen(options, {"adapt": adapt})
+            resolve_federation(options, {"adapt": adapt})
     stored = load_model(tmp_path)
     assert adapted(stored, build_deployed, "sar,rho=0.1").message.meta["sar"] == {"rho": 0.1}
     assert adapted(stored, build_deployed, "none") is stored

@@ -10,7 +10,7 @@ import typer
 
 from medflare.cli.clean import size_of
 from medflare.cli.options import AUTO_HELP, DefaultGroup, PathArgument, Track, add_commands, takes
-from medflare.cli.run import FederationOptions, chosen
+from medflare.cli.run import FederationOptions, resolve_federation
 from medflare.core.errors import ConfigError
 from medflare.core.text import JsonDict, printable
 from medflare.federation.settings import RunSettings
@@ -72,7 +72,7 @@ def create_job(
             f"--out {out}: a job folder is there; use another folder, or replace it with --force"
         )
     choice = FederationOptions(**federation)
-    _, task, hyper, arguments = chosen(choice, settings)
+    _, task, hyper, arguments = resolve_federation(choice, settings)
     folder = build_job(
         task=task,
         hyper=hyper,

@@ -108,7 +108,7 @@ class FederationOptions:
     resplit: int | None = None
 
 
-def chosen(
+def resolve_federation(
     federation: FederationOptions, settings: Json
 ) -> "tuple[Method, TaskConfig, Json, JsonDict]":
     """The method, the task, the hyper-parameters of each algorithm, and arguments of `run_local`,
@@ -149,7 +149,7 @@ def chosen(
 def hyper_and_task(
     federation: FederationOptions, method: "Method", adapt: str = RunSettings.adapt
 ) -> "tuple[Json, TaskConfig]":
-    """The hyper-parameters of each algorithm and the task; errors as of `chosen`."""
+    """The hyper-parameters of each algorithm and the task; errors as `resolve_federation` has."""
     from medflare.adaptation.registry import with_adaptation
     from medflare.core.hyper import described, split_hyper
     from medflare.inference.deployed import WEIGHTS_FILE, load_model
@@ -308,7 +308,7 @@ def run(
     from medflare.federation.tracking import check_track
 
     choice = FederationOptions(**federation)
-    method, task, hyper, arguments = chosen(choice, settings)
+    method, task, hyper, arguments = resolve_federation(choice, settings)
     outside = arguments.get("outside", [])
     names = options.site_names(sites) if sites else options.default_sites(data_root)
     names = list(dict.fromkeys([*names, *outside]))
