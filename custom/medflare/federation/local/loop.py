@@ -122,7 +122,8 @@ def run_local(
     if not inside:
         raise ConfigError("every site is outside; name at least one that trains")
     _check_machine(device, workers)
-    rules = {name: options.pop(name) for name in RULES if name in options}
+    rules = {name: value for name, value in options.items() if name in RULES}
+    hyper = {name: value for name, value in options.items() if name not in RULES}
     settings = run_settings({"rounds": rounds, "seed": seed, "outside": apart, **rules})
     folder = None if out is None else Path(out)
     if say is None:
@@ -131,7 +132,7 @@ def run_local(
     run = Run(
         chosen,
         config,
-        options,
+        hyper,
         settings,
         inside,
         folder=folder,
@@ -162,7 +163,7 @@ def run_local(
             name,
             open_data,
             chosen,
-            options,
+            hyper,
             store=state,
             artifacts=artifacts,
             local=LocalSettings(share_model=True),
