@@ -7,8 +7,9 @@ import pytest
 
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
+from medflare.federation.enrolment import identity_of
 from medflare.federation.exchange import Answer
-from medflare.federation.participant import Participant, identity_of
+from medflare.federation.participant import Participant
 from medflare.federation.schedule import Federation
 from medflare.federation.settings import Rules
 from medflare.methods.base import ServerContext, Step

@@ -24,7 +24,7 @@ from medflare.core.errors import Aborted, DataError, MedflareError
 from medflare.core.message import Message
 from medflare.core.store import write_json
 from medflare.data.local import OutboundLimits
-from medflare.federation.participant import identity_of
+from medflare.federation.enrolment import identity_of
 from medflare.flare import executors
 from medflare.flare import simulator as simulator_module
 from medflare.flare.executors import FedAvgExecutor, MedflareExecutor

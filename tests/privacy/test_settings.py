@@ -19,8 +19,9 @@ from medflare.core.errors import ConfigError, PrivacyError
 from medflare.core.message import Message
 from medflare.core.states import copy_state
 from medflare.core.store import StateStore
+from medflare.federation.enrolment import identity_of
 from medflare.federation.local.local_exchange import LocalExchange
-from medflare.federation.participant import Participant, identity_of
+from medflare.federation.participant import Participant
 from medflare.federation.run import Run
 from medflare.federation.settings import run_settings
 from medflare.methods.catalogue import get_method, method_names

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
@@ -31,6 +32,7 @@ from medflare.federation.protocol import (
 from medflare.federation.settings import ENROL, step_name
 from medflare.methods.aggregation import capped
 from medflare.methods.base import ServerContext, Step
+from medflare.methods.method import Method
 from medflare.methods.parts.reply_metadata import N_SAMPLES
 from medflare.tasks.config import TaskConfig
 
@@ -43,7 +45,7 @@ class Enrolment:
 
     Args:
         context: names the inside and outside sites; receives counts and events.
-        identity: metadata that a site must agree with, see `participant.identity_of`.
+        identity: metadata that a site must agree with, see `identity_of`.
         returning: site -> image counts, of sites that enrolled before the run was interrupted; they
             continue from their stored state.
         finished: number of steps that were done before.
@@ -241,6 +243,33 @@ class Enrolment:
             self._heaviest = heaviest
 
 
+def identity_of(method: Method, hyper: Json, task_fingerprint: str, seed: int) -> JsonDict:
+    """The metadata in which server and site must agree.
+
+    They are "method", "hyper" (all, with defaults), "task" and "seed".
+    """
+    return {
+        "method": method.name,
+        "hyper": method.effective(hyper),
+        "task": task_fingerprint,
+        "seed": seed,
+    }
+
+
+def first_difference(name: str, here: Any, there: Any) -> tuple[str, Any, Any]:
+    """The first setting in which two nested mappings differ: (dotted name, here, there).
+
+    Examples:
+        >>> first_difference("hyper", {"site": {"mu": 1, "lr": 2}}, {"site": {"mu": 1, "lr": 3}})
+        ('hyper.site.lr', 2, 3)
+    """
+    if isinstance(here, Mapping) and isinstance(there, Mapping):
+        for key in sorted({*here, *there}):
+            if here.get(key) != there.get(key):
+                return first_difference(f"{name}.{key}", here.get(key), there.get(key))
+    return name, here, there
+
+
 def trained_on(enrolled: Mapping[str, Json]) -> JsonDict | None:
     """The range of the training images of all sites that report theirs, as JSON.
 
@@ -268,7 +297,7 @@ def versions_here(identity: Json, task: TaskConfig) -> dict[str, str]:
     That of medflare is the code's, which may come with the job.
 
     Args:
-        identity: method and hyper-parameters, see `participant.identity_of`.
+        identity: method and hyper-parameters, see `identity_of`.
     """
     of_run = versions_of_run(identity["method"], task, identity["hyper"])
     return versions(_COMPARED) | of_run

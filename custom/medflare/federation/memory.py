@@ -36,7 +36,7 @@ class StoredAlgorithm:
     one before it.
 
     `make` is (role, inside sites, initial weights) -> a new algorithm; `identify` is role -> what
-    the run is, see `participant.identity_of`. A job that resumes another one copies its state: it
+    the run is, see `enrolment.identity_of`. A job that resumes another one copies its state: it
     must be the same run, as another method may send what this one keeps at the site.
     """
 

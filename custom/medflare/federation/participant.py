@@ -3,10 +3,9 @@
 Enroll, reply to steps, store its state, evaluate the final models.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from medflare.data.loading import NOT_LISTED
 from medflare.data.local import PLACE, LocalSettings
 from medflare.data.targets import scarce_classes, scarce_line
 from medflare.federation.data_record import DataRecord, other_images_refusal
-from medflare.federation.enrolment import versions_here
+from medflare.federation.enrolment import first_difference, identity_of, versions_here
 from medflare.federation.final_models import (
     ArtifactStore,
     evaluate_final_models,
@@ -87,19 +86,6 @@ _MOST_NOTES = 20
 _LONGEST_NOTE = 400  # characters
 
 
-def identity_of(method: Method, hyper: Json, task_fingerprint: str, seed: int) -> JsonDict:
-    """The metadata in which server and site must agree.
-
-    They are "method", "hyper" (all, with defaults), "task" and "seed".
-    """
-    return {
-        "method": method.name,
-        "hyper": method.effective(hyper),
-        "task": task_fingerprint,
-        "seed": seed,
-    }
-
-
 def import_ahead() -> None:
     """Import what every participant needs.
 
@@ -115,20 +101,6 @@ def import_ahead() -> None:
 
     # torch imports a third of itself for the first optimizer.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-
-
-def first_difference(name: str, here: Any, there: Any) -> tuple[str, Any, Any]:
-    """The first setting in which two nested mappings differ: (dotted name, here, there).
-
-    Examples:
-        >>> first_difference("hyper", {"site": {"mu": 1, "lr": 2}}, {"site": {"mu": 1, "lr": 3}})
-        ('hyper.site.lr', 2, 3)
-    """
-    if isinstance(here, Mapping) and isinstance(there, Mapping):
-        for key in sorted({*here, *there}):
-            if here.get(key) != there.get(key):
-                return first_difference(f"{name}.{key}", here.get(key), there.get(key))
-    return name, here, there
 
 
 @dataclass

@@ -25,11 +25,10 @@ from medflare.evaluation.results import (
     versions_of_run,
 )
 from medflare.federation.checkpoint import CHECKPOINT, Checkpoint
-from medflare.federation.enrolment import join_problems, trained_on
+from medflare.federation.enrolment import identity_of, join_problems, trained_on
 from medflare.federation.exchange import Exchange
 from medflare.federation.final_models import PICTURES
 from medflare.federation.outcome import Outcome, StepReport
-from medflare.federation.participant import identity_of
 from medflare.federation.preflight import check_run
 from medflare.federation.protocol import FEDERATION_SHARES
 from medflare.federation.schedule import Federation

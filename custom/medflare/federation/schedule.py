@@ -66,7 +66,7 @@ class Federation:
     Attributes:
         server: the server algorithm; its context names the inside and outside sites, and the site
             algorithm's phases.
-        identity: metadata in which the sites must agree, see `participant.identity_of`.
+        identity: metadata in which the sites must agree, see `enrolment.identity_of`.
         on_step: called after every step, for progress and tracking.
         checkpoint: called after every step with the number of finished steps, see `Checkpoint`.
         returning: site -> image counts, of sites that enrolled before the run was interrupted.
@@ -117,12 +117,12 @@ class Federation:
         enrolment.open(self._min_sites)
 
         # 2. Train, step by step; early stopping may shorten the schedule.
-        steps = self._steps(finished)
+        steps = self._schedule_after(finished)
         while finished < len(steps):
             self._step(finished, steps[finished], enrolment)
             finished += 1
             self.checkpoint(finished, self)
-            steps = self._steps(finished)
+            steps = self._schedule_after(finished)
         self._note_selections()
         self.outcome.seconds["training"] = time.monotonic() - started
 
@@ -142,7 +142,7 @@ class Federation:
 
     # -- the schedule -----------------------------------------------------------------------------
 
-    def _steps(self, finished: int) -> list[Step]:
+    def _schedule_after(self, finished: int) -> list[Step]:
         """The whole schedule; after early stopping, that of as many rounds as are done.
 
         It follows from the history alone, so that a resumed run stops in the same round.
