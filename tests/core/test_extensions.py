@@ -241,7 +241,7 @@ def test_cached_images_depend_on_the_code_that_read_them(
     if changed == "transforms":
         task = load_task({**PLAIN, **CHANGES["transforms"]})
     source = Source(data / "A", task)
-    entries = source.entries()
+    entries = source.listed_items()
     if changed == "transforms":
         entries = [replace(entry, image=entry.image.with_suffix(".png")) for entry in entries]
 

@@ -39,12 +39,12 @@ def _volumes(folder: Path, shape: tuple[int, int, int] = (16, 16, 5)) -> Path:
 
 
 def _mask(source: Source, number: int = 0) -> np.ndarray:
-    entry = source.entries()[number]
+    entry = source.listed_items()[number]
     return source.mask(entry, source.image(entry))
 
 
 def _decoded(source: Source, task: TaskConfig, count: int | None = None) -> Decoded:
-    return Decoded(list(decoded_rows(task, source, source.entries()[:count], {})), {})
+    return Decoded(list(decoded_rows(task, source, source.listed_items()[:count], {})), {})
 
 
 def _tensors(decoded: Decoded, task: TaskConfig) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ def test_volumes_become_slices(
         for number in training if volume == 0 else range(5):
             kept.append((volume, number))
     assert [row.name for row in rows] == [f"v{volume}.nii.gz[{number}]" for volume, number in kept]
-    assert [row.entry for row in rows] == [volume for volume, _ in kept]
+    assert [row.item_index for row in rows] == [volume for volume, _ in kept]
     assert [row.image[0, 0, 0] for row in rows] == [
         100 * volume + number for volume, number in kept
     ]
@@ -142,7 +142,7 @@ def test_the_embedded_federation(make_task: TaskOf) -> None:
     images, targets = _tensors(_decoded(source, task, 3), task)
     assert images.shape == (3, 1, 32, 32) and 0.2 < images.max() <= 1 and targets.any()
     source = EmbeddedSource(Path("site-1"), load_task("phantom"))
-    entries = source.entries()
+    entries = source.listed_items()
     assert source.listed() == LISTS and {entry.split for entry in entries} == set(LISTS)
     image = source.image(entries[0])
     mask = source.mask(entries[0], image)
@@ -153,7 +153,7 @@ def test_the_embedded_federation(make_task: TaskOf) -> None:
     )
     assert {
         entry.label
-        for entry in EmbeddedSource(Path("site-1"), load_task("phantom_grades")).entries()
+        for entry in EmbeddedSource(Path("site-1"), load_task("phantom_grades")).listed_items()
     } == {0, 1, 2}
     assert source.state(entries[0]) != EmbeddedSource(Path("site-2"), load_task("phantom")).state(
         entries[0]
@@ -167,7 +167,7 @@ def test_the_state_of_files_changes_with_any_of_them(make_site: SiteOf, make_tas
         ("classification", {"0_mask.png": False}),
     ):
         source = Source(folder, make_task(kind))
-        entry = source.entries()[0]
+        entry = source.listed_items()[0]
         for name, changed in changes.items():
             before = source.state(entry)
             os.utime(folder / "images" / name, ns=(1, len(name)))
@@ -189,13 +189,13 @@ def test_one_file_for_two_channels(make_site: SiteOf, make_task: TaskOf, edit: E
         )
         source = Source(folder, task)
         with pytest.raises(DataError, match=r"0\.png"):
-            source.image(source.entries()[0])
+            source.image(source.listed_items()[0])
     edit(
         folder,
         lambda content: content["training"][0].update(image=["images/0.png", None, "images/1.png"]),
     )
     source = Source(folder, task)
-    assert source.image(source.entries()[0]).array.shape == (3, 16, 16)
+    assert source.image(source.listed_items()[0]).array.shape == (3, 16, 16)
 
 
 def test_constant_photographs_are_refused(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:
@@ -203,7 +203,7 @@ def test_constant_photographs_are_refused(make_site: SiteOf, make_task: TaskOf, 
     folder = make_site()
     Image.fromarray(np.full((16, 16), 7, np.uint8)).save(folder / "images/0.png")
     source = Source(folder, make_task())
-    assert (source.image(source.entries()[0]).array == 7).all()
+    assert (source.image(source.listed_items()[0]).array == 7).all()
     task = make_task("classification", channels=["pre", "post"], missing_channels="zeros")
     for other, error in (
         (None, pytest.raises(DataError, match=r"0\.png")),
@@ -217,11 +217,11 @@ def test_constant_photographs_are_refused(make_site: SiteOf, make_task: TaskOf, 
         )
         source = Source(folder, task)
         with error:
-            assert source.image(source.entries()[0]).array.shape == (2, 16, 16)
+            assert source.image(source.listed_items()[0]).array.shape == (2, 16, 16)
     edit(folder, lambda content: content["training"][0].update(image="images/0.png"))
     Image.new("RGB", (16, 16), (9, 8, 7)).save(folder / "images/0.png")
     with pytest.raises(DataError, match=r"0\.png"):
-        Source(folder, make_task("classification", channels=3)).image(source.entries()[0])
+        Source(folder, make_task("classification", channels=3)).image(source.listed_items()[0])
 
 
 def test_a_patient_without_findings_has_as_many_masks_as_the_others(
@@ -229,7 +229,7 @@ def test_a_patient_without_findings_has_as_many_masks_as_the_others(
 ) -> None:
     folder = make_site()
     source = Source(folder, make_task(target="multilabel", labels=["a", "b", "c"]))
-    entry = source.entries()[0]
+    entry = source.listed_items()[0]
     for masks in (
         np.zeros((16, 16, 3), np.uint8),
         np.eye(16, dtype=np.uint8)[..., None] * np.ones(3, np.uint8),

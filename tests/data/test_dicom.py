@@ -512,7 +512,7 @@ def site(tmp_path: Path) -> Path:
 
 def mask_of(site: Path, **changes: Any) -> np.ndarray:
     source = Source(site, segmented(**changes))
-    (entry,) = source.entries()
+    (entry,) = source.listed_items()
     return source.mask(entry, source.image(entry))
 
 

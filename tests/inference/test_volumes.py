@@ -326,7 +326,7 @@ def test_a_series_in_one_file_gets_the_masks_of_its_slices(dims: int, tmp_path: 
         json.dumps({"test": [{"image": "in/mr.dcm", "label": "outTrue/mr_seg.dcm"}]})
     )
     source = Source(tmp_path, task)
-    (entry,) = source.entries()
+    (entry,) = source.listed_items()
     labelled = source.mask(entry, source.image(entry))[0] > 0
     assert 0 < labelled.sum() < labelled.size
     np.testing.assert_array_equal(labelled if dims == 3 else np.swapaxes(labelled, 0, 1), voxels)

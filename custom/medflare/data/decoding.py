@@ -115,7 +115,7 @@ class Source:
     def _content(self) -> Mapping[str, Any]:
         return read_content(self.root)
 
-    def entries(self) -> list[DatalistItem]:
+    def listed_items(self) -> list[DatalistItem]:
         """The items of datalist.json."""
         return read_datalist(self.root, self.task.kind, self.folders)
 
@@ -131,32 +131,32 @@ class Source:
         """The structures that datalist.json calls annotated."""
         return annotated_names(self._content, self.root)
 
-    def image(self, entry: DatalistItem) -> Image:
+    def image(self, item: DatalistItem) -> Image:
         """The item's image, see `reading.read_image`; DataError for a constant one, too."""
         task = self.task
-        files = entry.files
-        if entry.channels:
-            files = channel_files(entry.channels, task, entry.location)
+        files = item.files
+        if item.channels:
+            files = channel_files(item.channels, task, item.location)
         image = read_image(files, task, self.bounds)
         # One slice may be empty, for example above the head.
         may_be_constant = image.array.ndim == 3 and task.kind == "segmentation"
         if not may_be_constant and all(channel.min() == channel.max() for channel in image.array):
             raise DataError(
-                f"{entry.image}: empty, all pixels have one value; "
+                f"{item.image}: empty, all pixels have one value; "
                 "export the image again or leave it out"
             )
         return image
 
-    def mask(self, entry: DatalistItem, image: Image) -> np.ndarray:
+    def mask(self, item: DatalistItem, image: Image) -> np.ndarray:
         """The item's mask or masks, see `reading.read_mask`; DataError for masks of different
         sizes, too.
         """
         task = self.task
         # All structures are channels of one file.
-        several = task.mask_per_label and len(entry.masks) == 1 < len(task.labels)
+        several = task.mask_per_label and len(item.masks) == 1 < len(task.labels)
         masks = []
-        for file in entry.masks:
-            mask, segments = read_mask(file, entry.image, image, task, self.bounds, several=several)
+        for file in item.masks:
+            mask, segments = read_mask(file, item.image, image, task, self.bounds, several=several)
             if several and segments:
                 mask = self._by_name(mask, segments, file)
             elif segments and not task.mask_per_label:
@@ -166,7 +166,7 @@ class Source:
             if mask.shape[1:] != first_sides:
                 raise DataError(
                     f"{file}: the mask is {format_shape(mask.shape[1:])}, "
-                    f"{entry.masks[0].name} is {format_shape(first_sides)}; "
+                    f"{item.masks[0].name} is {format_shape(first_sides)}; "
                     "store masks of one size"
                 )
         return np.concatenate(masks)
@@ -216,13 +216,13 @@ class Source:
             ordered.append(masks[of_structure].max(axis=0))
         return np.stack(ordered)
 
-    def state(self, entry: DatalistItem) -> Any:
+    def state(self, item: DatalistItem) -> Any:
         """The bounds of an image, and name, size and modification time of each of its files; None
         for a channel without one.
         """
         bounds = [self.bounds.pixels, self.bounds.voxels]
-        states = [None if file is None else file_state(file) for file in entry.files]
-        states += map(file_state, entry.masks)
+        states = [None if file is None else file_state(file) for file in item.files]
+        states += map(file_state, item.masks)
         return [bounds, [states]]
 
 
@@ -240,7 +240,7 @@ class EmbeddedSource(Source):
     def _content(self) -> Mapping[str, Any]:
         return dict.fromkeys(LISTS, ())
 
-    def entries(self) -> list[DatalistItem]:
+    def listed_items(self) -> list[DatalistItem]:
         """The site's generated images, with their label for classification."""
         location = f"{self.task.embedded} {self.root}"
         items = []
@@ -250,21 +250,21 @@ class EmbeddedSource(Source):
             items.append(DatalistItem(path, label, picture.patient, picture.split, location))
         return items
 
-    def image(self, entry: DatalistItem) -> Image:
+    def image(self, item: DatalistItem) -> Image:
         """float32 (channels, height, width); the mean of the colours for one channel."""
-        picture = _generated(*self._key)[entry.name].image.astype(np.float32)
+        picture = _generated(*self._key)[item.name].image.astype(np.float32)
         channels = picture.transpose(2, 0, 1)
         if self.task.image_channels != 3:
             channels = picture.mean(axis=2)[None]
         return Image(channels, coloured=picture.shape[2] == 3)
 
-    def mask(self, entry: DatalistItem, image: Image) -> np.ndarray:
+    def mask(self, item: DatalistItem, image: Image) -> np.ndarray:
         """int64 (1, height, width)."""
-        return _generated(*self._key)[entry.name].mask.astype(np.int64)[None]
+        return _generated(*self._key)[item.name].mask.astype(np.int64)[None]
 
-    def state(self, entry: DatalistItem) -> Any:
+    def state(self, item: DatalistItem) -> Any:
         """What decides the image."""
-        return [*self._key, [entry.name]]
+        return [*self._key, [item.name]]
 
 
 @lru_cache(maxsize=_KEPT_SITES)
@@ -312,7 +312,7 @@ class DecodedRow(NamedTuple):
 
     image: Any  # float32 (C, ...); None where it stays on the disk
     target: Any  # see `loading.Split.targets`; None where it stays on the disk
-    entry: int  # index of its item in the datalist
+    item_index: int  # of its item in the datalist
     row_index: int  # its index among the rows of that item
     name: str  # file name; slices end in "[number]"
     spacing: Spacing | None  # of a volume, see `geometry.Grid.cell`; None where it is unknown
@@ -351,7 +351,7 @@ class Decoded(NamedTuple):
 def decoded_rows(
     task: TaskConfig,
     source: Source,
-    entries: Iterable[DatalistItem],
+    items: Iterable[DatalistItem],
     failed: dict[int, str],
     start: int = 0,
 ) -> Iterator[DecodedRow]:
@@ -366,11 +366,11 @@ def decoded_rows(
         DataError: an item cannot be used, and the task's `unreadable` is "error".
     """
     preprocessing = Preprocessing(task)
-    for number, entry in enumerate(entries, start):
+    for number, item in enumerate(items, start):
         # Reading: the item's files.
         try:
-            image = source.image(entry)
-            target = target_of(task, source, entry, image)
+            image = source.image(item)
+            target = target_of(task, source, item, image)
         except DataError as error:
             if task.unreadable == "error":
                 raise
@@ -378,7 +378,7 @@ def decoded_rows(
             continue
         # Decoding: pictures at the network's size.
         acquired = acquisition_of(image, task)
-        pictures = pictures_of(task, entry, image.array, target)
+        pictures = pictures_of(task, item, image.array, target)
         for row_index, (name, picture, of_picture) in enumerate(pictures):
             resized = preprocessing.image(picture)
             encoded = _target_tensor(of_picture, task, preprocessing)
@@ -420,7 +420,7 @@ def _resized_spacing(
     return (*(side * old / new for side, old, new in sides), *cell[3:])
 
 
-def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Image) -> np.ndarray:
+def target_of(task: TaskConfig, source: Source, item: DatalistItem, image: Image) -> np.ndarray:
     """The item's target before it is resized, int64: masks (M, ...); or a label (), multilabel
     (C,). At a site without labels all is background or the first class.
 
@@ -428,15 +428,15 @@ def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Imag
         DataError: a label or mask that does not fit the task or the image.
     """
     if task.kind == "classification":
-        target = encode_label(entry.label, task, entry.location)
+        target = encode_label(item.label, task, item.location)
         assert target is not None  # items without a target were left out before
         return target
-    if entry.label is None:
+    if item.label is None:
         masks = len(task.labels) if task.target == "multilabel" else 1
         return np.zeros((masks, *image.array.shape[1:]), np.int64)
-    mask = source.mask(entry, image)
+    mask = source.mask(item, image)
     if task.mask_per_label:
-        annotation = annotation_of(source.annotated(), task, entry.location)
+        annotation = annotation_of(source.annotated(), task, item.location)
         if annotation is not None:
             mask = with_empty_masks(mask, annotation)
     sides = image.array.shape[1:]
@@ -445,14 +445,14 @@ def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Imag
         if mask.shape[1:] == sides[::-1]:
             turned = ", and turned alike: medflare turns a photograph as its EXIF tag says"
         raise DataError(
-            f"{entry.masks[0]}: the mask is {format_shape(mask.shape[1:])}, "
-            f"its image {entry.image} is {format_shape(sides)}; store both at one size{turned}"
+            f"{item.masks[0]}: the mask is {format_shape(mask.shape[1:])}, "
+            f"its image {item.image} is {format_shape(sides)}; store both at one size{turned}"
         )
-    return encode_mask(mask, task, entry.masks)
+    return encode_mask(mask, task, item.masks)
 
 
 def pictures_of(
-    task: TaskConfig, entry: DatalistItem, image: np.ndarray, target: np.ndarray
+    task: TaskConfig, item: DatalistItem, image: np.ndarray, target: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """Name, picture (C, ...) and target, see `target_of`, of the picture or volume itself, or of
     each used slice of a volume.
@@ -461,16 +461,16 @@ def pictures_of(
     model is measured.
     """
     if image.ndim == task.spatial_dims + 1:
-        yield entry.name, image, target
+        yield item.name, image, target
         return
     axis = task.slices.axis + 1
-    use_all = task.slices.keep == "all" or entry.split != "training"
+    use_all = task.slices.keep == "all" or item.split != "training"
     for position in range(image.shape[axis]):
         of_slice = target
         if task.kind == "segmentation":
             of_slice = np.take(target, position, axis=axis)
         if use_all or of_slice.any():
-            yield f"{entry.name}[{position}]", np.take(image, position, axis=axis), of_slice
+            yield f"{item.name}[{position}]", np.take(image, position, axis=axis), of_slice
 
 
 # -- 3. caching ------------------------------------------------------------------------------------
@@ -482,10 +482,10 @@ def decoded_once(
     site: str,
     task: TaskConfig,
     source: Source,
-    entries: list[DatalistItem],
+    items: list[DatalistItem],
     cache: CacheSettings | None,
 ) -> Decoded:
-    """The decoded images of `entries`: from this process, else from the cache folder, else from the
+    """The decoded images of `items`: from this process, else from the cache folder, else from the
     source.
 
     Args:
@@ -495,17 +495,17 @@ def decoded_once(
         DataError: an image cannot be used, or the images fit neither into memory nor into the
             cache.
     """
-    keys = _keys(task, source, entries)
+    keys = _keys(task, source, items)
     key = (*keys, task.unreadable, cache)
     decoded = _decoded_sites.pop(key, None)
     if decoded is None:
-        items = with_progress(entries, len(entries), f"site {site}, images read")
+        reading = with_progress(items, len(items), f"site {site}, images read")
         if cache is None:
             failed: dict[int, str] = {}
-            decoded = Decoded(list(decoded_rows(task, source, items, failed)), failed)
+            decoded = Decoded(list(decoded_rows(task, source, reading, failed)), failed)
         else:
             paths = [Path(cache.folder) / f"{key}{_ENDING}" for key in keys]
-            decoded = _CachedImages(task, source, entries, cache, paths).decoded(site, items)
+            decoded = _CachedImages(task, source, items, cache, paths).decoded(site, reading)
     _decoded_sites[key] = decoded
     while len(_decoded_sites) > _KEPT_SITES:
         _decoded_sites.popitem(last=False)
@@ -513,26 +513,26 @@ def decoded_once(
 
 
 def decoded_when_used(
-    site: str, task: TaskConfig, source: Source, entries: list[DatalistItem]
+    site: str, task: TaskConfig, source: Source, items: list[DatalistItem]
 ) -> Decoded:
     """Every image is decoded and checked. The first ones stay in memory, up to half a gigabyte; of
     the others those of the last file that is used.
     """
     failed: dict[int, str] = {}
-    items = with_progress(entries, len(entries), f"site {site}, images read")
+    reading = with_progress(items, len(items), f"site {site}, images read")
     rows = []
     free = _IN_MEMORY
-    for row in decoded_rows(task, source, items, failed):
+    for row in decoded_rows(task, source, reading, failed):
         free -= row.nbytes
         rows.append(row if free >= 0 else _on_disk(row, task))
 
     @lru_cache(maxsize=1)
-    def rows_of(entry: int) -> list[DecodedRow]:
-        return list(decoded_rows(task, source, [entries[entry]], {}))
+    def rows_of(index: int) -> list[DecodedRow]:
+        return list(decoded_rows(task, source, [items[index]], {}))
 
     def read(row: DecodedRow, name: str) -> Tensor:
         if getattr(row, name) is None:
-            row = rows_of(row.entry)[row.row_index]
+            row = rows_of(row.item_index)[row.row_index]
         return getattr(row, name)
 
     return Decoded(rows, failed, read)
@@ -551,27 +551,27 @@ def reading_settings(task: TaskConfig) -> dict[str, Any]:
     return {name: settings[name] for name in _SETTINGS}
 
 
-def _keys(task: TaskConfig, source: Source, entries: list[DatalistItem]) -> list[str]:
+def _keys(task: TaskConfig, source: Source, items: list[DatalistItem]) -> list[str]:
     """For each item a hash of everything that its tensors depend on."""
-    decoders = {**versions(_DECODERS), **code_versions(_extension_modules(task, entries))}
+    decoders = {**versions(_DECODERS), **code_versions(_extension_modules(task, items))}
     shared = [_FORMAT, decoders, reading_settings(task), source.annotated()]
     common = hashlib.blake2b(json.dumps(shared).encode(), digest_size=16)
     keys = []
-    for entry in entries:
-        parts = [source.state(entry), str(entry.label), entry.name]
+    for item in items:
+        parts = [source.state(item), str(item.label), item.name]
         if task.slices.keep == "foreground":  # slices are chosen for training alone
-            parts.append(entry.split)
+            parts.append(item.split)
         digest = common.copy()
         digest.update(json.dumps(parts).encode())
         keys.append(digest.hexdigest())
     return keys
 
 
-def _extension_modules(task: TaskConfig, entries: Iterable[DatalistItem]) -> set[str]:
+def _extension_modules(task: TaskConfig, items: Iterable[DatalistItem]) -> set[str]:
     """The modules of other distributions that read and scale the images."""
     modules = {TRANSFORMS.module(task.intensity["name"])}
-    for entry in entries:
-        for file in entry.paths:
+    for item in items:
+        for file in item.paths:
             modules.add(READERS.module(suffix(file).removeprefix(".")))
     return modules - {""}
 
@@ -582,21 +582,21 @@ class _CachedImages:
 
     task: TaskConfig
     source: Source
-    entries: list[DatalistItem]
+    items: list[DatalistItem]
     cache: CacheSettings
-    paths: list[Path]  # of the cache's file of each entry
+    paths: list[Path]  # of the cache's file of each item
     failed: dict[int, str] = field(default_factory=dict)
     write_error: str = ""
     bytes_left: int | None = None  # that may still be written; None: not yet known
     unused: list[Path] = field(default_factory=list)  # of other tasks, least recently used first
 
-    def decoded(self, site: str, items: Iterable[DatalistItem]) -> Decoded:
+    def decoded(self, site: str, reading: Iterable[DatalistItem]) -> Decoded:
         """All images: in memory if they fit, else read when they are used."""
         task = self.task
         rows = []
         nbytes = 0
         fits = True
-        for number, _ in enumerate(items):
+        for number, _ in enumerate(reading):
             item_rows = self._rows(number, images=fits)
             if not fits:
                 item_rows = [_on_disk(row, task) for row in item_rows]
@@ -649,12 +649,12 @@ class _CachedImages:
 
     def _read(self, row: DecodedRow, name: str) -> Tensor:
         try:
-            with safe_open(self.paths[row.entry], "pt") as file:
+            with safe_open(self.paths[row.item_index], "pt") as file:
                 tensor = file.get_slice(name)[row.row_index].clone()
         except (OSError, SafetensorError):
-            rows = self._decode(row.entry)
+            rows = self._decode(row.item_index)
             if not rows:
-                raise DataError(self.failed[row.entry]) from None
+                raise DataError(self.failed[row.item_index]) from None
             tensor = getattr(rows[row.row_index], name)
         if name == "image":
             return tensor
@@ -662,8 +662,8 @@ class _CachedImages:
 
     def _decode(self, number: int) -> list[DecodedRow]:
         """The rows of an item, written to the cache; none if it cannot be used."""
-        items = [self.entries[number]]
-        rows = list(decoded_rows(self.task, self.source, items, self.failed, number))
+        item = self.items[number]
+        rows = list(decoded_rows(self.task, self.source, [item], self.failed, number))
         if number in self.failed or self.write_error:
             return rows
         try:

@@ -1,8 +1,8 @@
-"""A site's data: from the entries of its datalist.json to the splits that batches are taken from.
+"""A site's data: from the items of its datalist.json to the splits that batches are taken from.
 
 An image goes through these stages; `load_site_data` calls one after the other:
 
-1. datalist: `site_folder` finds the site's folder, and `usable_entries` gives the items that the
+1. datalist: `site_folder` finds the site's folder, and `usable_items` gives the items that the
    task can use, each with its split (`data.datalist`).
 2. reading and decoding: `decoding.decoded_once` reads every item's files (`data.reading`), cuts
    them, scales intensities and size, and holds the `DecodedRow`s in memory or in the cache.
@@ -271,7 +271,7 @@ def load_site_data(
     """
     # 1. Datalist: the items that the task can use.
     source = open_source(site, task, root, folders, bounds)
-    entries, notes, dropped = usable_entries(site, task, source, role=role)
+    items, notes, dropped = usable_items(site, task, source, role=role)
     annotation = annotation_of(source.annotated(), task, f"site {site}: {FILE}")
     needed = LISTS if role == "inside" else ("test",)
     unlabelled = annotation is not None and not annotation.names
@@ -279,18 +279,18 @@ def load_site_data(
         needed = ("training",)
         # No slice has foreground.
         task = replace(task, slices=replace(task.slices, keep="all"))
-    _check_not_empty({entry.split for entry in entries}, site, needed)
+    _check_not_empty({item.split for item in items}, site, needed)
 
     # 2. Reading and decoding: a row for each picture, volume or used slice of a volume.
     if in_memory:
-        decoded = decoded_once(site, task, source, entries, cache)
+        decoded = decoded_once(site, task, source, items, cache)
     else:
-        decoded = decoded_when_used(site, task, source, entries)
-    check_unreadable(decoded.failed, len(entries), task, site)
-    _check_not_empty({entries[row.entry].split for row in decoded.rows}, site, needed)
+        decoded = decoded_when_used(site, task, source, items)
+    check_unreadable(decoded.failed, len(items), task, site)
+    _check_not_empty({items[row.item_index].split for row in decoded.rows}, site, needed)
 
     # 3. Loading: the rows of each split as tensors.
-    train, validation, test = (_split(decoded, entries, name, task) for name in LISTS)
+    train, validation, test = (_split(decoded, items, name, task) for name in LISTS)
     if unlabelled:
         train = uncounted(train, task)
 
@@ -307,17 +307,17 @@ def load_site_data(
     acquired = {}  # of every training item
     tested = []  # patient and attributes of every test image
     for row in decoded.rows:
-        entry = entries[row.entry]
-        if entry.split == "training":
-            acquired[row.entry] = row.acquired
-        if entry.split == "test":
-            tested.append((entry.patient, entry.attributes))
+        item = items[row.item_index]
+        if item.split == "training":
+            acquired[row.item_index] = row.acquired
+        if item.split == "test":
+            tested.append((item.patient, item.attributes))
     return SiteData(
         train,
         validation,
         test,
         notes=(*notes, *absent),
-        left_out={line: entries[number].patient for number, line in decoded.failed.items()},
+        left_out={line: items[number].patient for number, line in decoded.failed.items()},
         dropped=dropped,
         annotated=None if annotation is None else annotation.names,
         absent=tuple(absent),
@@ -342,7 +342,7 @@ def open_source(
     return Source(root, task, folders, bounds)
 
 
-def usable_entries(
+def usable_items(
     site: str, task: TaskConfig, source: Source, *, role: str = "inside"
 ) -> tuple[list[DatalistItem], list[str], tuple[str, ...]]:
     """The items that the task can use of a site's datalist, each with its split; notes on renamed
@@ -352,24 +352,21 @@ def usable_entries(
         DataError: see `datalist.assign_splits` and `targets.renumbering`, or a label that the task
             does not list.
     """
-    entries, notes = renumbered_entries(site, task, source)
+    items, notes = renumbered_items(site, task, source)
     used = []
     dropped = []
-    for entry in entries:
-        if (
-            task.kind == "segmentation"
-            or encode_label(entry.label, task, entry.location) is not None
-        ):
-            used.append(entry)
+    for item in items:
+        if task.kind == "segmentation" or encode_label(item.label, task, item.location) is not None:
+            used.append(item)
         else:
-            dropped.append(entry.patient)
+            dropped.append(item.patient)
     if source.annotated() == ():
         if role == "outside":
             raise DataError(
                 f"site {site}: an outside site measures models, and it has no labels "
                 f'("annotated" of {FILE} is []); take it out'
             )
-        used = [entry for entry in used if entry.split == "training"]
+        used = [item for item in used if item.split == "training"]
     else:
         resplit = None if source.splits_are_fixed else task.resplit
         outside = role == "outside"
@@ -377,7 +374,7 @@ def usable_entries(
     return used, notes, tuple(dropped)
 
 
-def renumbered_entries(
+def renumbered_items(
     site: str, task: TaskConfig, source: Source
 ) -> tuple[list[DatalistItem], list[str]]:
     """All items with the task's class numbers, and a note where the site's names or numbers differ,
@@ -386,14 +383,14 @@ def renumbered_entries(
     Raises:
         DataError: see `datalist.read_datalist` and `targets.renumbering`.
     """
-    entries = source.entries()
-    used = {entry.label for entry in entries if type(entry.label) is int}
-    names = source.names() if entries else {}
+    items = source.listed_items()
+    used = {item.label for item in items if type(item.label) is int}
+    names = source.names() if items else {}
     numbers, note = renumbering(names, used, task, f"site {site}")
-    for row, entry in enumerate(entries):
-        if type(entry.label) is int and entry.label in numbers:
-            entries[row] = replace(entry, label=numbers[entry.label])
-    return entries, [note] if note else []
+    for row, item in enumerate(items):
+        if type(item.label) is int and item.label in numbers:
+            items[row] = replace(item, label=numbers[item.label])
+    return items, [note] if note else []
 
 
 # -- 2. reading and decoding: what cannot be used --------------------------------------------------
@@ -428,12 +425,12 @@ def _check_not_empty(splits: Collection[str], site: str, needed: Sequence[str]) 
 # -- 3. loading ------------------------------------------------------------------------------------
 
 
-def _split(decoded: Decoded, entries: list[DatalistItem], name: str, task: TaskConfig) -> Split:
-    rows = [row for row in decoded.rows if entries[row.entry].split == name]
+def _split(decoded: Decoded, items: list[DatalistItem], name: str, task: TaskConfig) -> Split:
+    rows = [row for row in decoded.rows if items[row.item_index].split == name]
     return Split(
         decoded.tensors(rows, "image", task),
         decoded.tensors(rows, "target", task),
-        tuple(entries[row.entry].patient for row in rows),
+        tuple(items[row.item_index].patient for row in rows),
         tuple(row.name for row in rows),
         tuple(row.spacing for row in rows) if task.spatial_dims == 3 else (),
     )

@@ -32,7 +32,7 @@ from medflare.data.datalist import (
     site_name,
 )
 from medflare.data.decoding import Source, target_of
-from medflare.data.loading import SiteData, load_site_data, open_source, renumbered_entries
+from medflare.data.loading import SiteData, load_site_data, open_source, renumbered_items
 from medflare.data.local import LocalSettings
 from medflare.data.progress import with_progress
 from medflare.data.reading import read_stored
@@ -314,7 +314,7 @@ def _check_folder(
     the datalist or the whole cannot be used.
     """
     source = open_source(name, task, folder, local.data_folders, local.bounds)
-    entries, _ = renumbered_entries(name, task, source)
+    entries, _ = renumbered_items(name, task, source)
     check_patients(entries)
     if all(folder / entry.patient == entry.image for entry in entries):
         report.notes.append(f"patients are unknown (none in {FILE}): each image counts as one")

@@ -25,7 +25,7 @@ from medflare.core.text import read_json
 from medflare.data.acquisition import Axes
 from medflare.data.datalist import FILE, DatalistItem, site_folders, site_name
 from medflare.data.decoding import Source, file_state, pictures_of, target_of
-from medflare.data.loading import check_unreadable, open_source, usable_entries
+from medflare.data.loading import check_unreadable, open_source, usable_items
 from medflare.data.progress import with_progress
 from medflare.data.targets import class_counts, encode_label
 from medflare.preparation.structures import Layout, LayoutOfImages
@@ -256,7 +256,7 @@ def fingerprint_of(
 
 
 def _training_entries(site: str, task: TaskConfig, source: Source) -> list[DatalistItem]:
-    entries, *_ = usable_entries(site, task, source)
+    entries, *_ = usable_items(site, task, source)
     return [entry for entry in entries if entry.split == "training"]
 
 

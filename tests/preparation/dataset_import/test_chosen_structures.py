@@ -109,7 +109,7 @@ def task_of(*labels: str) -> TaskConfig:
 def targets_of(folder: Path, task: TaskConfig) -> list[np.ndarray]:
     source = open_source(folder.name, task, folder)
     targets = []
-    for entry in source.entries():
+    for entry in source.listed_items():
         targets.append(target_of(task, source, entry, source.image(entry)))
     return targets
 

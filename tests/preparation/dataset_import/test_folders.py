@@ -297,7 +297,7 @@ def test_a_dicom_series_has_the_segmentation_that_refers_to_it(tmp_path: Path) -
         and liver.items() <= settings["codes"]["liver"].items()
     ), "the other has a private code"
     source = Source(tmp_path, task)
-    for entry in source.entries():
+    for entry in source.listed_items():
         assert set(np.unique(source.mask(entry, source.image(entry)))) == {0, 1, 2}
 
 

@@ -18,7 +18,7 @@ from medflare.core.errors import ConfigError, DataError
 from medflare.core.store import write_atomically, write_json
 from medflare.data.datalist import site_folders, site_name
 from medflare.data.decoding import DecodedRow, decoded_rows
-from medflare.data.loading import check_unreadable, open_source, renumbered_entries
+from medflare.data.loading import check_unreadable, open_source, renumbered_items
 from medflare.data.progress import with_progress
 from medflare.data.targets import encode_label
 from medflare.networks.catalogue import initial_network
@@ -148,7 +148,7 @@ def _write_site(
     """
     name = site or site_name(folder)
     source = open_source(site, task, folder)
-    listed, _ = renumbered_entries(name, task, source)
+    listed, _ = renumbered_items(name, task, source)
     entries = []
     for entry in listed:
         if encode_label(entry.label, task, entry.location) is not None:
@@ -177,4 +177,4 @@ def _through(network: FeatureNetwork, rows: Iterable[DecodedRow]) -> Iterator[tu
     while batch := list(islice(rows, _BATCH)):
         features = _features(network, torch.stack([row.image for row in batch]))
         for row, of_row in zip(batch, features, strict=True):
-            yield row.entry, of_row
+            yield row.item_index, of_row
