@@ -396,18 +396,18 @@ def renumbered_items(
 # -- 2. reading and decoding: what cannot be used --------------------------------------------------
 
 
-def check_unreadable(failed: Mapping[int, str], images: int, task: TaskConfig, site: str) -> None:
-    """Compare the number of unusable images (`failed`: index -> why) with the task's
-    `unreadable_limit`.
+def check_unreadable(failed: Mapping[int, str], count: int, task: TaskConfig, site: str) -> None:
+    """Compare the number of unusable images (`failed`: index -> why), of `count` images, with the
+    task's `unreadable_limit`.
 
     Raises:
         DataError: there are more, with the first reason.
     """
     limit = task.unreadable_limit
-    if len(failed) > min(limit.share * images, limit.count):
+    if len(failed) > min(limit.share * count, limit.count):
         first = next(iter(failed.values()))
         raise DataError(
-            f"site {site}: {len(failed)} of {images} images cannot be used, the task's "
+            f"site {site}: {len(failed)} of {count} images cannot be used, the task's "
             f"unreadable_limit is {limit.share:g} of them and {limit.count}; "
             f"repair them, the first: {first}"
         )
