@@ -25,7 +25,7 @@ _SMALL = 2.0
 _STATISTICS = ("running_mean", "running_var")
 
 
-def usual_lengths(lengths: Tensor, images: Sequence[float]) -> Tensor:
+def usual_lengths(lengths: Tensor, image_counts: Sequence[float]) -> Tensor:
     """The usual length for site k: the upper median over the others j that moved of |u_j| max(1,
     n_k / n_j).
 
@@ -36,7 +36,7 @@ def usual_lengths(lengths: Tensor, images: Sequence[float]) -> Tensor:
 
     Args:
         lengths: (..., K).
-        images: training images of the K sites.
+        image_counts: training images of the K sites.
 
     Returns:
         (..., K); 0 if no other site moved.
@@ -49,7 +49,7 @@ def usual_lengths(lengths: Tensor, images: Sequence[float]) -> Tensor:
     usual = torch.zeros_like(lengths)
     if sites == 1:
         return usual
-    counts = torch.tensor(images, dtype=lengths.dtype).clamp(min=1)
+    counts = torch.tensor(image_counts, dtype=lengths.dtype).clamp(min=1)
     for site in range(sites):
         others = [other for other in range(sites) if other != site]
         scaled = lengths[..., others] * (counts[site] / counts[others]).clamp(min=1)
@@ -60,7 +60,9 @@ def usual_lengths(lengths: Tensor, images: Sequence[float]) -> Tensor:
     return usual
 
 
-def scales(squares: State, sizes: Mapping[str, int], images: Sequence[float]) -> dict[str, Tensor]:
+def scales(
+    squares: State, sizes: Mapping[str, int], image_counts: Sequence[float]
+) -> dict[str, Tensor]:
     """Tensor -> the factors, (K,), to which the sites' updates of it are scaled; 1: as it is.
 
     1. A tensor's update u_t that is longer than 5 times the usual length m_t is scaled to m_t. m_t
@@ -71,10 +73,10 @@ def scales(squares: State, sizes: Mapping[str, int], images: Sequence[float]) ->
     Args:
         squares: tensor -> squared lengths of the sites' updates, (K,).
         sizes: tensor -> how many numbers it has.
-        images: training images of the K sites.
+        image_counts: training images of the K sites.
     """
     factors: dict[str, Tensor] = {}
-    for names, lengths, usual, whole in _parts(squares, sizes, images):
+    for names, lengths, usual, whole in _parts(squares, sizes, image_counts):
         scale = _scale(lengths, usual, _TENSOR_LIMIT)
         if not names[0].endswith(_STATISTICS):
             together = (lengths * scale).square().sum(dim=0).sqrt()
@@ -83,14 +85,16 @@ def scales(squares: State, sizes: Mapping[str, int], images: Sequence[float]) ->
     return factors
 
 
-def absurd(squares: State, sizes: Mapping[str, int], images: Sequence[float]) -> dict[int, str]:
+def absurd(
+    squares: State, sizes: Mapping[str, int], image_counts: Sequence[float]
+) -> dict[int, str]:
     """Site's index -> the tensor that moved more than 30 times its usual length, with the factor;
     running statistics may.
 
     Arguments as of `scales`.
     """
     reasons: dict[int, str] = {}
-    for names, lengths, usual, _ in _parts(squares, sizes, images):
+    for names, lengths, usual, _ in _parts(squares, sizes, image_counts):
         if names[0].endswith(_STATISTICS):
             continue
         far = (lengths > _ABSURD * usual) & (usual > 0)
@@ -103,7 +107,7 @@ def absurd(squares: State, sizes: Mapping[str, int], images: Sequence[float]) ->
 
 
 def _parts(
-    squares: State, sizes: Mapping[str, int], images: Sequence[float]
+    squares: State, sizes: Mapping[str, int], image_counts: Sequence[float]
 ) -> Iterator[tuple[list[str], Tensor, Tensor, Tensor]]:
     """Of weights, then of running statistics: names, lengths and usual lengths of tensors,
     (tensors, K), and usual length of all, (K,).
@@ -115,8 +119,8 @@ def _parts(
         lengths = torch.stack([squares[name] for name in names]).clamp(min=0).sqrt()
         counts = torch.tensor([sizes[name] for name in names], dtype=lengths.dtype)
         share = (counts / counts.sum().clamp(min=1)).sqrt().unsqueeze(1)
-        whole = usual_lengths(lengths.square().sum(dim=0).sqrt(), images)
-        usual = torch.maximum(usual_lengths(lengths, images), _SMALL * share * whole)
+        whole = usual_lengths(lengths.square().sum(dim=0).sqrt(), image_counts)
+        usual = torch.maximum(usual_lengths(lengths, image_counts), _SMALL * share * whole)
         yield names, lengths, usual, whole
 
 

@@ -78,7 +78,7 @@ class DriftMemory:
         return {site: torch.cat(updates) for site, updates in parts.items() if updates}
 
     def drifting(
-        self, phase: str, sketches: Sketches, images: ImageCounts
+        self, phase: str, sketches: Sketches, image_counts: ImageCounts
     ) -> tuple[Reasons, Reasons]:
         """Sites whose last updates, with the present one, are a drift, with the reason: long ones,
         which are not used, and others.
@@ -93,7 +93,7 @@ class DriftMemory:
                     full[site] = window
             if len(full) < 3:  # two sites have no majority
                 continue
-            counts = [images.get(site, 0) for site in full]
+            counts = [image_counts.get(site, 0) for site in full]
             drifts = drift(torch.stack(list(full.values())), counts)
             for site, times in zip(full, drifts, strict=True):
                 text = (
@@ -120,7 +120,7 @@ class DriftMemory:
         return torch.cat([earlier, sketch.unsqueeze(0)])
 
 
-def drift(updates: Tensor, images: Sequence[float]) -> list[float]:
+def drift(updates: Tensor, image_counts: Sequence[float]) -> list[float]:
     """|s_k| / usual length for those of K sites that drift, else 0; s_k = Σ_r u_rk of its last R
     updates, (K, R, coordinates).
 
@@ -134,7 +134,7 @@ def drift(updates: Tensor, images: Sequence[float]) -> list[float]:
     paths = updates.double().norm(dim=2).sum(dim=1)
     straight = torch.where(paths > 0, lengths / paths, torch.zeros_like(paths))
     cosine = cosines(sums @ sums.T)
-    usual = usual_lengths(lengths, images)
+    usual = usual_lengths(lengths, image_counts)
     drifts = [0.0] * len(sums)
     for site in range(len(sums)):
         others = [other for other in range(len(sums)) if other != site]

@@ -64,7 +64,7 @@ class _Updates:
     """One entry of all replies."""
 
     sites: list[str]
-    images: list[float]  # training images of the sites
+    image_counts: list[float]  # training images of the sites
     products: Tensor  # (K, K) inner products of the sites' updates, float64
     squares: dict[str, Tensor]  # tensor -> their squared lengths, (K,)
     sizes: dict[str, int]  # tensor -> how many numbers it has
@@ -80,7 +80,7 @@ class _Updates:
         return replace(
             self,
             sites=[self.sites[row] for row in rows],
-            images=[self.images[row] for row in rows],
+            image_counts=[self.image_counts[row] for row in rows],
             products=self.products[rows][:, rows],
             squares={name: lengths[rows] for name, lengths in self.squares.items()},
         )
@@ -115,9 +115,9 @@ def validate_replies(
     phase = context.phases.get(step.phase) or Phase(step.phase)
     manifest = phase.manifest(context.plan)
     enrolled = {site: meta[COUNTS.name] for site, meta in context.site_counts.items()}
-    images = {}
+    image_counts = {}
     for site, counts in enrolled.items():
-        images[site] = counts.get("train", 0) * context.counted.get(site, 1)
+        image_counts[site] = counts.get("train", 0) * context.counted.get(site, 1)
 
     # 1. Refuse what is not as declared.
     accepted = {}
@@ -129,7 +129,7 @@ def validate_replies(
         else:
             rejected[site] = problem
     entries = sorted(next(iter(accepted.values())).states) if accepted else []
-    updates = {entry: _updates(accepted, outgoing, entry, images) for entry in entries}
+    updates = {entry: _updates(accepted, outgoing, entry, image_counts) for entry in entries}
 
     # 2. Refuse updates that are far too long.
     name = exchange_name(step)
@@ -149,7 +149,7 @@ def validate_replies(
             salt = " ".join(f"{square:.3g}" for square in squares)
             if accepted:
                 sketches[entry] = drift.sketch(name, entry, accepted, outgoing, salt)
-    drifted, drifting = drift.drifting(name, sketches, images)
+    drifted, drifting = drift.drifting(name, sketches, image_counts)
     rejected |= drifted
     accepted = _without(accepted, rejected)
 
@@ -199,7 +199,9 @@ def _problem(
     return None if problem is None else reason_line(problem)
 
 
-def _updates(replies: Messages, outgoing: Messages, entry: str, images: ImageCounts) -> _Updates:
+def _updates(
+    replies: Messages, outgoing: Messages, entry: str, image_counts: ImageCounts
+) -> _Updates:
     """The updates of one entry; integer tensors are ignored."""
     states = [reply.states[entry] for reply in replies.values()]
     origins = [outgoing[site].states.get(entry, {}) for site in replies]
@@ -226,7 +228,7 @@ def _updates(replies: Messages, outgoing: Messages, entry: str, images: ImageCou
             inner = updates @ updates.T
             products += inner
             squares[name] += inner.diagonal()
-    counts = [images.get(site, 0) for site in replies]
+    counts = [image_counts.get(site, 0) for site in replies]
     return _Updates(list(replies), counts, products, squares, sizes, replaces)
 
 
@@ -241,7 +243,7 @@ def _clip(
     for entry, update in updates.items():
         if not update.replaces or len(update.sites) < 3:
             continue
-        scales = clipping.scales(update.squares, update.sizes, update.images)
+        scales = clipping.scales(update.squares, update.sizes, update.image_counts)
         for index, site in enumerate(update.sites):
             by_tensor = {name: float(scale[index]) for name, scale in scales.items()}
             factors = {name: factor for name, factor in by_tensor.items() if factor < 1}
@@ -268,7 +270,7 @@ def _too_long(
     doubted: Reasons = {}
     for entry, update in updates.items():
         lengths = dict(zip(update.sites, update.lengths, strict=True))
-        images = dict(zip(update.sites, update.images, strict=True))
+        image_counts = dict(zip(update.sites, update.image_counts, strict=True))
         for site, length in lengths.items():
             others = {
                 other: moved
@@ -280,8 +282,8 @@ def _too_long(
             median = max(statistics.median(others.values()), usual[entry])
             limit = _LARGEST_LIMIT
             if update.replaces and len(others) > 1:
-                count = statistics.median(images[other] for other in others)
-                ratio = max(1.0, images[site] / count) if count else 1.0
+                count = statistics.median(image_counts[other] for other in others)
+                ratio = max(1.0, image_counts[site] / count) if count else 1.0
                 limit = min(_USUAL_LIMIT * ratio, _LARGEST_LIMIT)
             if not length <= limit * median:  # also if it is NaN because the square overflows
                 rejected.setdefault(
@@ -295,7 +297,7 @@ def _too_long(
                         "either can be wrong"
                     )
         if update.replaces and len(update.sites) > 2:
-            absurd = clipping.absurd(update.squares, update.sizes, update.images)
+            absurd = clipping.absurd(update.squares, update.sizes, update.image_counts)
             for index, reason in absurd.items():
                 rejected.setdefault(update.sites[index], f"{entry}/{reason}, their median")
     return rejected, doubted

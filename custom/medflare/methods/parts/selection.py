@@ -183,20 +183,20 @@ def paired_score(
     return value + median(gains) if gains else None
 
 
-def images_behind(images: Mapping[str, int], rule: str) -> float:
-    """Validation images that a selection rests on: by "mean" those of all sites (site -> images),
+def images_behind(counts: Mapping[str, int], rule: str) -> float:
+    """Validation images that a selection rests on: by "mean" those of all sites (site -> count),
     else those of the median site.
 
     Examples:
-        >>> metrics = {"A": 5, "B": 4, "C": 4}
-        >>> images_behind(metrics, "median"), images_behind(metrics, "mean")
+        >>> counts = {"A": 5, "B": 4, "C": 4}
+        >>> images_behind(counts, "median"), images_behind(counts, "mean")
         (4, 13)
         >>> images_behind({}, "median")
         0
     """
-    if rule == "mean" or not images:
-        return sum(images.values())
-    return median(images.values())
+    if rule == "mean" or not counts:
+        return sum(counts.values())
+    return median(counts.values())
 
 
 def plateau(history: Iterable[Mapping[str, Any]], patience: int) -> int | None:
