@@ -7,7 +7,7 @@ most probable model; the ensemble minimises the loss of the weighted output and 
 """
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,12 @@ from medflare.methods import (
     TaskConfig,
     TensorSpec,
     asks,
-    param,
     phase,
-    strict_dataclass,
     text,
 )
 from medflare.methods.fedsm.formulas import ensemble_output, extra_labels
-from medflare.methods.fedsm.personalization import PERSONALS, PersonalServerHyper, PersonalSiteHyper
+from medflare.methods.fedsm.hyper import FedSMExtraServerHyper, FedSMExtraSiteHyper
+from medflare.methods.fedsm.personalization import PERSONALS
 from medflare.methods.fedsm.selector import UPDATE, SelectorEntries, SelectorLoss
 from medflare.methods.fedsm.server import SuperModelServer
 from medflare.methods.fedsm.site import COMMON_META, SuperModelSite
@@ -49,30 +48,6 @@ SUPER_MODEL = (MODEL, PERSONALS, OF_ALL.weights)
 # The frozen models come once.
 FROZEN_MODELS = (MODEL.as_optional(), PERSONALS, OF_ALL.trained)
 FROZEN_META: tuple[MetaSpec, ...] = tuple(item.as_optional() for item in (*COMMON_META, COMBINE))
-
-
-@strict_dataclass
-class FedSMExtraSiteHyper(PersonalSiteHyper):
-    """The site of FedSM-extra and the ensemble."""
-
-    selector: Literal["auto", "compact_selector", "vgg11"] = param(
-        "auto",
-        "trained selector; auto: VGG-11 or, where that is larger than the task's network, "
-        "the compact one",
-    )
-    combine: Literal["extra", "ensemble"] = param(
-        "extra", "label by the best model, or learn the weighted output", source="Sec. 3.1"
-    )
-
-
-@strict_dataclass
-class FedSMExtraServerHyper(PersonalServerHyper):
-    """The server of FedSM-extra and the ensemble.
-
-    Their K + 1 scores include the global model, so there is no γ.
-    """
-
-    selector_rounds: int = param(50, "extra rounds for the selector", source="Sec. 4", low=1)
 
 
 class FedSMExtraSite(SuperModelSite[FedSMExtraSiteHyper]):

@@ -10,16 +10,14 @@ hardly move a model.
 
 from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from medflare.methods import (
     LOSS,
     MEASURED,
     MODEL,
     VALIDATION,
-    FedAvgServerHyper,
     FedAvgSite,
-    FedAvgSiteHyper,
     Message,
     MetaSpec,
     StateDict,
@@ -27,10 +25,8 @@ from medflare.methods import (
     WeightedMean,
     copied_state,
     number,
-    param,
     phase,
     states_of,
-    strict_dataclass,
     table,
 )
 from medflare.methods.aggregation import Models
@@ -38,36 +34,12 @@ from medflare.methods.families.second_models.apfl import train_apfl
 from medflare.methods.families.second_models.perfedavg import adapted, train_per_fedavg
 from medflare.methods.families.second_models.pfedme import train_pfedme
 from medflare.methods.fedsm.formulas import soft_pull
+from medflare.methods.fedsm.hyper import PersonalSiteHyper
 
 # Personalizations with a second shared model beside w_g.
 SHARED_META = ("perfedavg", "pfedme")
 
-
-@strict_dataclass
-class PersonalSiteHyper(FedAvgSiteHyper):
-    """How a site trains its personal model."""
-
-    personalization: Literal["softpull", "finetune", "apfl", "perfedavg", "pfedme"] = param(
-        "softpull", "where personal models come from", source="Table 6"
-    )
-
-
 F = TypeVar("F", bound=PersonalSiteHyper)
-
-
-@strict_dataclass
-class PersonalServerHyper(FedAvgServerHyper):
-    """How the server combines personal models."""
-
-    lam: float = param(
-        0.7,
-        "SoftPull's share of the own model; 1/K is the mean, 1 leaves models alone",
-        symbol="λ",
-        source="Eq. 11",
-        low=0,
-        high=1,
-    )
-
 
 # Three specs of the entry "personal": a site's own model; the same, which `validate` sends (with
 # Per-FedAvg alone, whose personal models are made at the sites); the models of all sites together.

@@ -33,23 +33,16 @@ from medflare.methods.fedsm.formulas import (
     tempered,
     tuned_gamma,
 )
+from medflare.methods.fedsm.hyper import FedSMServerHyper, PersonalServerHyper
 from medflare.methods.fedsm.personalization import (
     META_MODEL,
     PERSONAL,
     PERSONALS,
     SHARED_META,
-    PersonalServerHyper,
     SoftPull,
 )
 from medflare.methods.fedsm.selector import OF_SITES, RATES, UPDATE, is_ridge, selector_spec, solved
-from medflare.methods.fedsm.site import (
-    CALIBRATION,
-    GAINS,
-    ROUNDS,
-    FedSMServerHyper,
-    FedSMSite,
-    SuperModelSite,
-)
+from medflare.methods.fedsm.site import CALIBRATION, GAINS, ROUNDS, FedSMSite, SuperModelSite
 from medflare.methods.fedsm.super_model import CHOOSE_BY, CLASSES, GAMMA, SPEC
 
 _UPDATES = 100  # of a trained selector in a run, as many as in the published code

@@ -8,10 +8,9 @@ calibration and the candidates of γ on validation images.
 """
 
 import math
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from medflare.core.message import FinalModels
@@ -32,22 +31,14 @@ from medflare.methods import (
     extends,
     listing,
     number,
-    param,
     phase,
     received,
-    strict_dataclass,
     table,
     trained_model,
 )
 from medflare.methods.fedsm.formulas import TEMPERATURES, UNLIKELY, calibration_losses
-from medflare.methods.fedsm.personalization import (
-    LOSSES,
-    PERSONALS,
-    F,
-    PersonalServerHyper,
-    PersonalSiteHyper,
-    SitePersonal,
-)
+from medflare.methods.fedsm.hyper import FedSMServerHyper, FedSMSiteHyper
+from medflare.methods.fedsm.personalization import LOSSES, PERSONALS, F, SitePersonal
 from medflare.methods.fedsm.selector import (
     OF_SITES,
     STATISTICS,
@@ -90,36 +81,6 @@ ROUNDS = MetaSpec[dict[str, int | None]](
 COMMON_META = (CLASSES, SPEC, ROUNDS, SELECTED_ROUND.as_optional())
 SUPER_MODEL = (MODEL, PERSONALS, OF_SITES.weights)
 SUPER_MODEL_META = (*COMMON_META, GAMMA, CHOOSE_BY)
-
-
-@strict_dataclass
-class FedSMSiteHyper(PersonalSiteHyper):
-    """FedSM's site."""
-
-    selector: Literal["ridge", "compact_selector", "vgg11"] = param(
-        "ridge", "solved at the server (ridge) or trained; VGG-11: the paper's"
-    )
-
-
-@strict_dataclass
-class FedSMServerHyper(PersonalServerHyper):
-    """FedSM's server."""
-
-    selector_updates: Annotated[int, Field(ge=1)] | Literal["auto"] = param(
-        "auto",
-        "updates of a trained selector a round, each further one an exchange of the selector "
-        "alone; auto: at least 100 in the run",
-    )
-    choose_by: Literal["patient", "image"] = param(
-        "patient", "scores that choose: the mean over a patient's images, or each image's own"
-    )
-    gamma: Annotated[float, Field(ge=0, le=1)] | Literal["tune"] = param(
-        "tune",
-        "confidence below which the global model answers; "
-        "tune: the best of 13 values by the sites' validation gain over the global model",
-        symbol="γ",
-        source="Sec. 3.2",
-    )
 
 
 class SuperModelSite(SitePersonal[F]):
