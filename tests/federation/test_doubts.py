@@ -184,8 +184,13 @@ def test_few_validation_images_are_noted(
         site: data(BALANCED, BALANCED[:size], BALANCED)
         for site, size in zip(SITES, sizes, strict=True)
     }
-    by_kind = doubts(federated(small_task("classification"), split, rounds=2, **options))
+    results = federated(small_task("classification"), split, rounds=2, **options)
+    by_kind = doubts(results)
     assert by_kind.get("few_validation_images", []) == expected
+    (text,) = [e["message"] for e in results["events"] if e["kind"] == "few_validation_images"] or [
+        ""
+    ]
+    assert ("no site sent a metric" in text) == (not any(sizes))
 
 
 def test_a_site_that_selects_alone_is_named() -> None:

@@ -57,6 +57,7 @@ from medflare.methods.parts.reply_metadata import N_SAMPLES, VALIDATION
 from medflare.methods.parts.selection import FEW_IMAGES, images_behind, plateau
 
 _REPEATS = 1  # how often a step with too few usable replies is repeated before the run fails
+_NO_METRIC = "; no site sent a metric of them, which is suppressed below minimum_patients"
 
 
 @dataclass
@@ -424,14 +425,15 @@ class Federation:
             scoring = set().union(*scores)
             counts = {site: images[site] for site in sorted(scoring & images.keys())}
             if scores and images_behind(counts, selection["rule"]) < FEW_IMAGES:
-                listed = ", ".join(f"{site} {count}" for site, count in counts.items()) or "none"
+                listed = ", ".join(f"{site} {count}" for site, count in counts.items())
                 text = f"the round of the {model} model was chosen on few validation images"
-                self.events.add("few_validation_images", f"{text} ({listed})")
+                text += f" ({listed})" if counts else _NO_METRIC
+                self.events.add("few_validation_images", text)
         for site in sorted(images):
             alone = sorted(self._validated_at(site) - outcome.model_selection.keys())
             if alone and images[site] < FEW_IMAGES:
                 text = (
-                    f"its {' and '.join(alone)} model was chosen on {images[site]} "
+                    f"its {' and '.join(alone)} model was chosen on {images[site] or 'few'} "
                     "validation images of this site"
                 )
                 self.events.add("few_validation_images", text, site=site)
