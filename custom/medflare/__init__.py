@@ -5,6 +5,7 @@ command run the same algorithms under FLARE. `medflare.load_model` reads a final
 `medflare.predict` predicts images with it.
 """
 
+import os
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -61,6 +62,9 @@ def __getattr__(name: str) -> Any:
     Importing the package must stay cheap: FLARE does it in every process of every site.
     """
     if name == "run_local":
+        from medflare.core.threads import limit_spinning
+
+        limit_spinning(os.environ)
         from medflare.federation.local.loop import run_local
 
         return run_local

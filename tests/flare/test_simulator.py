@@ -27,7 +27,7 @@ from medflare.flare import simulator
 from medflare.flare.flare_patches import connect_sites_by_files, quiet_ports
 from medflare.flare.messages import register_decomposers, to_bytes, to_shareable
 from medflare.flare.participants import ParticipantSpec
-from medflare.flare.simulator import Host, HostClient, SiteWorker, limit_spinning
+from medflare.flare.simulator import Host, HostClient, SiteWorker
 from medflare.methods.catalogue import get_method
 
 SPEC = {
@@ -134,20 +134,6 @@ def test_flare_source_gives_a_sites_process_its_gpu_by_this_variable() -> None:
     """
     source = inspect.getsource(simulator_worker)
     assert 'os.environ["CUDA_VISIBLE_DEVICES"] = args.gpu' in source
-
-
-@pytest.mark.parametrize(
-    "chosen",
-    [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}, {"OMP_NUM_THREADS": "3"}],
-    ids=str,
-)
-def test_openmp_threads_sleep_soon_unless_the_user_has_chosen(chosen: dict[str, str]) -> None:
-    environment = dict(chosen)
-    limit_spinning(environment)
-    spins = (
-        {} if chosen.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} else {"GOMP_SPINCOUNT": "1000"}
-    )
-    assert environment == chosen | spins
 
 
 @pytest.fixture

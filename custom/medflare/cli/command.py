@@ -16,6 +16,7 @@ from medflare.cli import clean, data, job, methods, models, provision, run, site
 from medflare.cli.options import AUTO_HELP, add_commands
 from medflare.core.errors import MedflareError
 from medflare.core.packages import end_quickly
+from medflare.core.threads import limit_spinning
 from medflare.data.progress import print_lines
 
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -81,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Processes that this one starts import nothing from the working directory (Python 3.11 or
     # later): it may be a folder that somebody else has filled.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
+    limit_spinning(os.environ)
     end_quickly()
     print_lines()
     try:

@@ -26,6 +26,7 @@ from nvflare.widgets.info_collector import InfoCollector
 
 from medflare.core.errors import Aborted, ConfigError, MedflareError, StepFailed
 from medflare.core.events import EventLog
+from medflare.core.threads import limit_spinning
 from medflare.data.local import FOLDER
 from medflare.federation.settings import RUN_SETTINGS, RunSettings, run_settings
 from medflare.flare.aggregators import MethodAggregator
@@ -40,7 +41,7 @@ from medflare.flare.flare_patches import (
 from medflare.flare.liveness import ALIVE, LONG_POLL, WORK
 from medflare.flare.names import NO_TABLE, TASK_FILE
 from medflare.flare.participants import checked_job_id
-from medflare.flare.simulator import HostClient, limit_spinning
+from medflare.flare.simulator import HostClient
 from medflare.flare.tracking import GROUP, MLFLOW, MLflowTracker, Progress
 
 if TYPE_CHECKING:

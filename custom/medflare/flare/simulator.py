@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing import get_context
@@ -155,17 +155,6 @@ class HostClient:
             raise MedflareError(
                 "the simulator's host process has ended; the console shows its last words"
             ) from error
-
-
-def limit_spinning(environment: MutableMapping[str, str]) -> None:
-    """Let OpenMP's threads sleep soon while they wait, unless the user has chosen.
-
-    If they spin, four sites on two cores take more than twice as long. The number of threads, which
-    decides the last bits, stays.
-    """
-    if not environment.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-        # GNU OpenMP's own value if there are more threads than cores.
-        environment["GOMP_SPINCOUNT"] = "1000"
 
 
 class Host:
