@@ -211,15 +211,15 @@ class Participant:
         """
         declared = algorithm.phase(phase)
         of_validation = [item for item in declared.meta if item.measured == "validation"]
-        values = len(of_validation)  # an error tells of images, too
+        validations = len(of_validation)  # an error tells of images, too
         before = algorithm.site.reads.copy()
         try:
             reply = self._checked_for_privacy(algorithm, phase, round, incoming)
             reply = self._suppression.suppressed(reply, declared, algorithm.plan)
-            values = sum(count_values(reply[item]) for item in of_validation if item in reply)
+            validations = sum(count_values(reply[item]) for item in of_validation if item in reply)
         finally:
             reads = algorithm.site.reads - before
-            self._note_validations(algorithm.site, max(values, reads["validation"]))
+            self._note_validations(algorithm.site, max(validations, reads["validation"]))
         if reads["test"] and self.method.trains:
             raise ConfigError(
                 f"method {self.method.name} reads test images in '{phase}'; take training or "

@@ -60,6 +60,7 @@ class Rules:
     _: dataclasses.KW_ONLY
     min_sites: Count | None = None
     sites_per_round: Count | None = None
+    # Of images: `Enrolment._weigh` and `Federation._step`; of a rule's weights: `Aggregation`.
     max_client_weight: Annotated[float, Field(gt=0, le=1)] | None = None
     outlier_policy: Literal["used", "rejected"] = "used"
     patience: Count | None = None
