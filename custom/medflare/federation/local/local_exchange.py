@@ -83,7 +83,7 @@ class LocalExchange:
         return answer
 
     def close(self) -> None:
-        """Nothing to do."""
+        """End the processes of the sites; this exchange has none."""
 
 
 def send(connection: Connection, words: JsonDict, message: Message) -> None:

@@ -174,9 +174,10 @@ def run_local(
         for name in names:
             shutil.rmtree(folder / SITES_FOLDER / name / STATE, ignore_errors=True)
     with nullcontext() if workers is None else threads_of_a_site():
-        exchange = LocalExchange(names, open_participant, absent or {}, forgetful)
-        if workers and workers > 1:
-            exchange = ForkedExchange(names, open_participant, exchange.absent, workers=workers)
+        if workers is None or workers == 1:
+            exchange = LocalExchange(names, open_participant, absent or {}, forgetful)
+        else:
+            exchange = ForkedExchange(names, open_participant, absent or {}, workers=workers)
         with closing(exchange):
             results = run.execute(exchange, resume=resume, checked=True)
     return RunResults(results, run.outcome.history, folder)
