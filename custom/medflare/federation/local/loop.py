@@ -122,8 +122,8 @@ def run_local(
     if not inside:
         raise ConfigError("every site is outside; name at least one that trains")
     _check_machine(device, workers)
-    rules = {name: value for name, value in options.items() if name in RULES}
-    hyper = {name: value for name, value in options.items() if name not in RULES}
+    rules = {name: options.pop(name) for name in RULES if name in options}
+    hyper = options  # the others
     settings = run_settings({"rounds": rounds, "seed": seed, "outside": apart, **rules})
     folder = None if out is None else Path(out)
     if say is None:
