@@ -278,7 +278,7 @@ HEADLINES: Final = (
         GRACE,
         "outside",
         "FedAvg",
-        "unknown",
+        "batch 16, one local epoch (code: 64, five)",
     ),
     Headline(
         "FedDAG > FedAvg outside",
