@@ -430,7 +430,7 @@ class SeedingServer(FedAvgServer):
             Renaming,
             FedAvgServer,
             {"plain loop"},
-            r"Renaming: finalize makes a model 'persnal', its roles are global, personal, deployed",
+            r"site a: finalize makes a model 'persnal', its roles are global, personal, deployed",
         ),
         (FedAvgSite, SeedingServer, {"plain loop"}, r"the server after 'train' .* of torch, or"),
         (Peeking, FedAvgServer, {"plain loop"}, r"method slip reads test images in 'train'; take"),

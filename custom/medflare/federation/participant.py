@@ -11,7 +11,7 @@ import torch
 
 from medflare.core.errors import Aborted, ConfigError, DataError, MessageError
 from medflare.core.events import Event, EventLog
-from medflare.core.message import FinalModels, Message
+from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
@@ -413,14 +413,6 @@ class Participant:
         algorithm.minimum_patients = self._minimum
         return algorithm
 
-    def _models(self, algorithm: SiteAlgorithm, incoming: Message) -> FinalModels:
-        """The final models; ConfigError if one has no role of the method."""
-        models = algorithm.finalize(incoming)
-        problem = self.method.role_problem(models)
-        if problem:
-            raise ConfigError(f"{type(algorithm).__name__}: {problem}")
-        return models
-
     def _finalize(
         self, algorithm: SiteAlgorithm, incoming: Message, run_items: Message, is_repeated: bool
     ) -> Message:
@@ -429,7 +421,7 @@ class Participant:
         Of `RUN_META`: RANGE and FEDERATION_SHARES go into their metadata, ADAPT adapts the
         deployed one, TEST_PERSONAL requests the personal one.
         """
-        models, notes = with_choice(self._models(algorithm, incoming), self.local.keep)
+        models, notes = with_choice(algorithm.finalize(incoming), self.local.keep)
         for model in models.values():
             for item in (RANGE, FEDERATION_SHARES):
                 if item in run_items:

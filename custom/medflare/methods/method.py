@@ -3,7 +3,7 @@ no torch.
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -191,7 +191,7 @@ class Method:
         self._check_pair()
         return Plan(task, sites, *self.built(values))
 
-    def role_problem(self, models: Mapping[str, Any]) -> str | None:
+    def role_problem(self, models: Iterable[str]) -> str | None:
         """Which of the final models has no role of the method, in words, or None."""
         undeclared = [role for role in models if role not in self.roles]
         if not undeclared:

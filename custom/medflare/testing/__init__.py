@@ -283,6 +283,10 @@ class _Kit:
                         f"site {site} has no model {role!r}, which the method's roles have, or its "
                         f"{self.task.metric} is NaN"
                     )
+            measured = [role for role, metrics in entry["metrics"].items() if any(metrics.values())]
+            problem = self.method.role_problem(measured) if entry["role"] == "inside" else None
+            if problem:
+                raise Failed(f"site {site}: {problem}")
         for card in (self.folder / "loop").rglob("card.json"):
             load_model(card.parent).build(build_deployed)
         if self._record.slip:
