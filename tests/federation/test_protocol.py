@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -104,6 +104,9 @@ def test_a_valid_reply_has_no_problem() -> None:
     assert "'n'" in str(declaration_problem(Message(), ENROL_REPLY_META, (COUNTS,)))
 
 
+ONE_END: Final[dict[str, Any]] = {"auc": 0.9, "low": 0.8, "high": None, "sensitivity": []}
+
+
 @pytest.mark.parametrize(
     ("declared", "meta"),
     [
@@ -128,6 +131,8 @@ def test_a_valid_reply_has_no_problem() -> None:
         (FINAL_REPLY_META, {"patients": 3}),
         (FINAL_REPLY_META, {"metrics": {"global": [1]}}),
         (FINAL_REPLY_META, {"intervals": {"global": {"A": {"dice": [0.5]}}}}),
+        (FINAL_REPLY_META, {"intervals": {"global": {"A": {"dice": ["0", "1"]}}}}),
+        (FINAL_REPLY_META, {"classes": {"global": {"confusion": [], "roc": [ONE_END]}}}),
         (FINAL_REPLY_META, {"reports": {"$\\frac{$": {}}}),
         (FINAL_REPLY_META, {"classes": {"global": {}}}),
         (FINAL_REPLY_META, {"classes": {"global": {"confusion": [[[1, 2]]], "roc": []}}}),

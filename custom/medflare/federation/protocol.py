@@ -212,6 +212,9 @@ def _check_square(matrix: list[list[int]]) -> list[list[int]]:
 def _check_curve(curve: Any) -> Any:
     if len(curve["sensitivity"]) not in (0, len(FALSE_ALARMS)):
         raise ValueError(f"sensitivity must have {len(FALSE_ALARMS)} values")
+    ends = (curve["low"], curve["high"])
+    if ends != (None, None) and None in (curve["auc"], *ends):
+        raise ValueError("the interval of an area has two ends, or none")
     return curve
 
 
@@ -263,7 +266,9 @@ _Version = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9_.+!-]{1,64}$"
 _Metrics = Annotated[
     dict[str, Annotated[float, Field(strict=True)] | None], AfterValidator(_check_metrics)
 ]
-_Interval = Annotated[list[float], Field(max_length=2), AfterValidator(_check_interval)]
+_Interval = Annotated[
+    list[Annotated[float, Field(strict=True)]], Field(max_length=2), AfterValidator(_check_interval)
+]
 _Intervals = Annotated[dict[str, _Interval], AfterValidator(_check_metrics)]
 _Range = Annotated[Any, AfterValidator(check_range)]
 # A split of too few patients is missing.
