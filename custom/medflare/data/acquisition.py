@@ -4,7 +4,7 @@ Also the range over the training images, and whether a new image is outside of i
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, NamedTuple
 
@@ -25,6 +25,7 @@ _PIXELS = 2.0  # the same for sizes in pixels
 _CONTRAST = 3.0  # the same for the span of intensities
 # How far a median may leave the range, as a fraction of the largest span of intensities.
 _MEDIAN = 0.5
+_FAR = 100  # times the others', as of other units
 _SAMPLED = 10_000  # intensities of a channel, evenly spaced
 _MAX_CHANNELS = 64  # images with more are features and have no intensities
 # Percentiles over the images: the extreme images are left out.
@@ -176,6 +177,21 @@ def joined_range(sites: Sequence[TrainedOn]) -> TrainedOn | None:
             content[name] = [table[:, 0].min(axis=0).tolist(), table[:, 1].max(axis=0).tolist()]
     content["coloured"] = sorted({value for site in sites for value in site.coloured})
     return read_range(content)
+
+
+def far_beyond(sites: Mapping[str, TrainedOn]) -> dict[str, str]:
+    """Site -> a side or a span of intensities of its images that is `_FAR` times as large as any of
+    the other sites, in words.
+    """
+    notes = {}
+    for name, text in (("sides", "sides"), ("contrasts", "spans of intensities")):
+        largest = {site: max(getattr(sites[site], name)[1], default=0.0) for site in sites}
+        for site, value in largest.items():
+            others = max((largest[other] for other in sites if other != site), default=0.0)
+            if 0 < _FAR * others < value:
+                ends = f"up to {value:.4g}, those of the others up to {others:.4g}"
+                notes[site] = f"its training images have {text} {ends}"
+    return notes
 
 
 # -- a new image -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
 from medflare.core.packages import CODE, versions
 from medflare.core.text import Json, JsonDict
-from medflare.data.acquisition import joined_range, read_range
+from medflare.data.acquisition import far_beyond, joined_range, read_range
 from medflare.evaluation.results import shares, versions_of_run
 from medflare.federation.exchange import Answer, Transport
 from medflare.federation.protocol import (
@@ -102,6 +102,13 @@ class Enrolment:
                 f"start or correct the other sites, or lower min_sites{listed}"
             )
         self._weigh(0)
+        ranges = {}
+        for site, meta in sorted(self.enrolled.items()):
+            if RANGE.name in meta:
+                ranges[site] = read_range(meta[RANGE.name])
+        for site, note in far_beyond(ranges).items():
+            text = f"{note}; `predict` takes images of this whole range for usual ones"
+            self.context.events.add("warning", text, site, 0)
         everyone = {*self.context.sites, *self.context.outside}
         for site in sorted(everyone - self.enrolled.keys() - problems.keys()):
             self.context.events.add(
