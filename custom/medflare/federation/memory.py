@@ -65,10 +65,10 @@ class StoredAlgorithm:
         self._save(0, self._algorithm)
 
     @contextmanager
-    def ready(self, step: int, *, keep: bool) -> Iterator[SiteAlgorithm]:
+    def ready(self, step: int, *, save: bool) -> Iterator[SiteAlgorithm]:
         """The algorithm as the last step before `step` left it.
 
-        If `keep`, it is stored as this step leaves it.
+        If `save`, it is stored as this step leaves it.
 
         If the block raises, the next step starts from what was stored.
 
@@ -78,7 +78,7 @@ class StoredAlgorithm:
         algorithm = self.recall(step)
         try:
             yield algorithm
-            if keep:
+            if save:
                 self._save(step + 1, algorithm)
                 self._precedes = step + 1
         except BaseException:

@@ -184,7 +184,7 @@ class Participant:
         is_repeated = self._order.admit(phase, round, incoming, step, rounds, recalled, adaptation)
         self.note_step(phase, round, rounds, True)
         try:
-            with self._algorithm.ready(step, keep=of_method) as algorithm:
+            with self._algorithm.ready(step, save=of_method) as algorithm:
                 site = algorithm.site
                 site.rate_factor = site.task.schedule.rate_factor(round, rounds)
                 if phase == FINALIZE:
