@@ -241,6 +241,39 @@ def test_names_of_macos_are_those_of_others(
     assert [*imported(tmp_path / "classes").dataset.labels.values()] == ["Nävus", "mel"]
 
 
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_splits_classes_and_patients_in_letters_of_macos(form: Any, tmp_path: Path) -> None:
+    def there(text: str) -> str:
+        return unicodedata.normalize(form, text)
+
+    for split in ("entrenamiento", there("validación"), "prueba"):
+        classes(tmp_path / "splits" / split)
+    report = imported(tmp_path / "splits")
+    for item in report.sites[""]:
+        top = item.first.relative_to(tmp_path / "splits").parts[0]
+        expected = {"entrenamiento": "training", "prueba": "test"}.get(top, "validation")
+        assert item.split == expected
+    listed = tmp_path / "listed"
+    for n in range(10):
+        picture(listed / there(f"Läsion_{n}.png"))
+    table(listed / "t.csv", ("image", "label"), *((f"Läsion_{n}", n % 2) for n in range(10)))
+    for split, numbers in (("train", range(6)), ("val", (6, 7)), ("test", (8, 9))):
+        (listed / f"{split}.txt").write_text("".join(f"Läsion_{n}\n" for n in numbers))
+    splits = [item.split for item in imported(listed).sites[""]]
+    assert splits == [*["training"] * 6, *["validation"] * 2, *["test"] * 2]
+    for n in range(10):
+        picture(tmp_path / "other" / (there("Nävus"), "mel")[n % 2] / f"{n}.png")
+    cells = [(f"{n}.png", ("Nävus", "mel")[n % 2]) for n in range(9)]
+    table(tmp_path / "other" / "t.csv", ("image", "label"), *cells, ("9.png", "Nävus"))
+    assert "but in the folder of mel" in error_of(tmp_path / "other")
+    for n in range(8):
+        picture(tmp_path / "folders" / there(f"Müller_{n:02}") / "1.png")
+        picture(tmp_path / "folders" / there("Übersicht") / f"{n}.png")
+    folders = [(f"elsewhere/Müller_{n:02}/", n % 2) for n in range(8)]
+    table(tmp_path / "folders" / "t.csv", ("folder", "label"), *folders)
+    assert len(imported(tmp_path / "folders", leave_out=("Übersicht",)).sites[""]) == 8
+
+
 def test_a_cell_that_two_files_have_is_refused(tmp_path: Path) -> None:
     for n in range(8):
         picture(tmp_path / f"{n}.png")

@@ -248,11 +248,11 @@ def _without(files: Iterable[Path], root: Path, matched: Counter[str]) -> list[P
     """
     others = []
     for file in files:
-        relative = file.relative_to(root)
+        relative = Path(composed(str(file.relative_to(root))))
         fitting = [
             pattern
             for pattern in matched
-            if any(path.match(pattern) for path in (relative, *relative.parents))
+            if any(path.match(composed(pattern)) for path in (relative, *relative.parents))
         ]
         matched.update(fitting)
         if not fitting:

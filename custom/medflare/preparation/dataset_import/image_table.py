@@ -112,9 +112,10 @@ class ImageTable:
         images = self._by_patient.get(path) or self._by_patient.get(inner, [])
         while not images and "/" in inner:
             inner = inner.partition("/")[2]
-            home = self.folder.root / inner
             listed = self._by_patient.get(inner, [])
-            images = [image for image in listed if image.is_relative_to(home)]
+            names = [composed(self.folder.relative(image)) for image in listed]
+            below = zip(listed, names, strict=True)
+            images = [image for image, name in below if name.startswith(f"{inner}/")]
         return images
 
     def images(self, cell: str, location: str) -> Sequence[Path]:

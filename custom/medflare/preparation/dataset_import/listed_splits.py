@@ -15,6 +15,7 @@ from medflare.preparation.dataset_import.image_table import ImageTable
 from medflare.preparation.dataset_import.names import (
     SPLIT_WORDS,
     WORDS,
+    composed,
     first_split,
     split_name,
     words,
@@ -33,7 +34,7 @@ def with_listed_splits(
     """
     if not {item.split for item in dataset.items} <= {"", "training"}:
         return dataset
-    images = [stem(item.first) for item in dataset.items]
+    images = [composed(stem(item.first)) for item in dataset.items]
     texts = [path for path in folder.texts if _names_split(path, images)]
     tables = []
     for table in unused:
@@ -88,7 +89,7 @@ def refuse_flags_of_splits(tables: Iterable[ImageTable]) -> None:
 
 def _names_split(path: Path, images: Sequence[str]) -> bool:
     """Whether a file is named after splits, and not like an image."""
-    return path.stem not in images and not SPLIT_WORDS.isdisjoint(words(path.stem))
+    return composed(path.stem) not in images and not SPLIT_WORDS.isdisjoint(words(path.stem))
 
 
 def _split_columns(table: ImageTable) -> list[str]:
@@ -107,7 +108,7 @@ def _listed_splits(images: Sequence[str], texts: Iterable[Path], first: Path) ->
         if split and path.suffix.lower() in (".txt", ".lst"):
             with suppress(ValueError):  # of the encoding
                 for line in read_text(path).splitlines():
-                    name = stem(PurePath(line.strip().replace("\\", "/")))
+                    name = stem(PurePath(composed(line.strip()).replace("\\", "/")))
                     splits[name].add(split)
     for name, count in Counter(images).items():
         if len(splits[name]) != 1 or count > 1:

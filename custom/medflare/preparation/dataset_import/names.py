@@ -66,7 +66,7 @@ def words(name: str) -> list[str]:
         >>> words("images train"), words("ISIC2018_Task1_Training_GroundTruth")
         (['images', 'train'], ['isic', '2018', 'task', '1', 'training', 'ground', 'truth'])
     """
-    return [word.lower() for word in _WORD.findall(name)]
+    return [word.lower() for word in _WORD.findall(composed(name))]
 
 
 def split_name(text: str) -> str:

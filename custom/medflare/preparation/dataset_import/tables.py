@@ -38,6 +38,7 @@ from medflare.preparation.dataset_import.image_table import ImageTable, is_path
 from medflare.preparation.dataset_import.names import (
     SPLIT_WORDS,
     WORDS,
+    composed,
     is_a_class,
     number_of,
     numbered,
@@ -342,7 +343,7 @@ def _refuse_other_class(
     is in a folder that is called like a class.
     """
     class_of = {name.casefold(): name for name in names}
-    of_folders = [class_of.get(item.first.parent.name.casefold()) for item in items]
+    of_folders = [class_of.get(composed(item.first.parent.name).casefold()) for item in items]
     if None in of_folders or len({*of_folders}) < 2:
         return
     for item, of_folder in zip(items, of_folders, strict=True):
