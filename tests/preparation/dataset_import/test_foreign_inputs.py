@@ -53,6 +53,45 @@ def test_a_table_of_totalsegmentator_gives_splits_and_people(tmp_path: Path) -> 
     assert {site: len(items) for site, items in report.sites.items()} == {"A": 5, "B": 5}
 
 
+def test_a_row_describes_the_images_whose_names_begin_with_its_patient(tmp_path: Path) -> None:
+    for patient in NUMBERS:
+        for number in range(3):
+            home = tmp_path / f"TCGA_CS_{patient:04}_1996"
+            picture(home / f"{home.name}_{number}.png")
+            mask(home / f"{home.name}_{number}_mask.png")
+    lines = [(f"TCGA_CS_{patient:04}", "MF"[patient % 2], 50 + patient) for patient in NUMBERS]
+    table(tmp_path / "data.csv", ("Patient", "gender", "age"), *lines)
+    imported(tmp_path)
+    for image, entry in entries(tmp_path).items():
+        patient = int(image[len("TCGA_CS_") :][:4])
+        assert entry["patient"] == f"TCGA_CS_{patient:04}"
+        assert (entry["sex"], entry["age"]) == (["male", "female"][patient % 2], 50 + patient)
+
+
+def test_a_table_that_describes_no_image_with_a_mask_is_not_used(tmp_path: Path) -> None:
+    for number in NUMBERS:
+        picture(tmp_path / f"{number:02}.png")
+        mask(tmp_path / f"{number:02}_mask.png")
+        picture(tmp_path / f"extra{number}.png")
+    lines = [(f"extra{number}.png", number // 2, "MF"[number % 2]) for number in NUMBERS]
+    table(tmp_path / "data.csv", ("image", "patient", "sex"), *lines)
+    report = imported(tmp_path, skip=True)
+    assert "data.csv" not in report.dataset.layout
+    assert any("names no image that is used, as 'extra0.png'" in n for n in report.dataset.notes)
+    (tmp_path / "datalist.json").unlink()
+    error = error_of(tmp_path, skip=True, columns=Columns(patient="patient"))
+    assert "column image names no image that is used, as 'extra0.png'" in error
+    table(tmp_path / "ids.csv", ("image", "id"), *((f"{n:02}.png", n // 2) for n in NUMBERS))
+    imported(tmp_path, skip=True, columns=Columns(patient="id"))
+    assert entries(tmp_path)["05.png"]["patient"] == "2"
+    for name in ("datalist.json", "ids.csv"):
+        (tmp_path / name).unlink()
+    named = [(f"{number:02}.png", *cells) for number, cells in enumerate(lines)]
+    table(tmp_path / "data.csv", ("name", "image", "patient", "sex"), *named)
+    imported(tmp_path, skip=True, columns=Columns(image="name", patient="patient"))
+    assert entries(tmp_path)["04.png"]["patient"] == "2"
+
+
 def test_a_table_of_bids_describes_its_participants(tmp_path: Path) -> None:
     for number in NUMBERS:
         subject = f"sub-{number:02}"
@@ -1256,15 +1295,24 @@ def test_columns_of_sites_that_are_called_differently_are_explained(tmp_path: Pa
         assert "columns need the same names at all sites" in text
 
 
-def test_tables_with_a_common_key_are_not_joined(tmp_path: Path) -> None:
+def test_tables_with_a_common_key_are_joined_by_the_patients_of_images_alone(
+    tmp_path: Path,
+) -> None:
     keys = [(40000 + number, f"PSN-{100 + number}") for number in NUMBERS]
-    for _, name in keys:
-        picture(tmp_path / f"{name}_a.png", 0)
-    table(tmp_path / "Schluessel.csv", ("Fallnummer", "Pseudonym"), *keys)
-    rows = [(number, "Karzinom") for number, _ in keys]
-    table(tmp_path / "Diagnosen.csv", ("Fallnummer", "Diagnose"), *rows)
-    text = error_of(tmp_path)
+    for row, (_, name) in enumerate(keys):
+        picture(tmp_path / "a" / f"{name}_a.png", row)
+        picture(tmp_path / "b" / f"Aufnahme_{row}.png", row)
+    diagnoses = [(number, ("Karzinom", "Adenom")[number % 2]) for number, _ in keys]
+    for folder in ("a", "b"):
+        table(tmp_path / folder / "Schluessel.csv", ("Fallnummer", "Pseudonym"), *keys)
+        table(tmp_path / folder / "Diagnosen.csv", ("Fallnummer", "Diagnose"), *diagnoses)
+    text = error_of(tmp_path / "b")
     assert "share Fallnummer, but tables are not joined: write the label beside the name" in text
+    report = imported(tmp_path / "a")
+    for item in report.sites[""]:
+        number = 40000 + int(item.first.stem[4:7]) - 100
+        assert item.patient == str(number)
+        assert [*report.dataset.labels.values()][item.label] == ("Karzinom", "Adenom")[number % 2]
 
 
 def test_a_class_is_not_proposed_as_the_patient(tmp_path: Path) -> None:

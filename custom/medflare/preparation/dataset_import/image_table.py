@@ -194,7 +194,7 @@ class ImageTable:
 
     def described(self, cell: str) -> list[Path]:
         """All images that a cell may name, of a patient or by their names."""
-        return self._of_patient(cell) or self._named(cell)
+        return self._of_patient(cell) or self._named(cell) or [*self.beginning_with(cell)]
 
     def _named(self, cell: str) -> list[Path]:
         """The images that have the name in a cell."""

@@ -25,7 +25,7 @@ from medflare.preparation.dataset_import.folders import (
     common_folder,
     prefixed,
 )
-from medflare.preparation.dataset_import.frames import table_columns
+from medflare.preparation.dataset_import.frames import UnrelatedTableError, table_columns
 from medflare.preparation.dataset_import.image_table import ImageTable
 from medflare.preparation.dataset_import.listed_splits import (
     refuse_flags_of_splits,
@@ -260,12 +260,13 @@ def _described_by(
     problem any more.
     """
     columns = options.columns
-    requested = options.table is not None or columns.patient or columns.site or columns.split
+    named = {columns.patient, columns.site, columns.split} - {""}
     for table in tables:
         try:
             items, read = described(dataset.items, table, options)
         except DataError as error:
-            if requested:
+            of_others = isinstance(error, UnrelatedTableError) and named.isdisjoint(table.header)
+            if table.path == options.table or (named and not of_others):
                 raise
             table.problem = error
             continue

@@ -466,7 +466,8 @@ def described(
         something, None if nothing does.
 
     Raises:
-        DataError: two rows that say different things of an image, or as of `read_tables`.
+        DataError: two rows that say different things of an image, no row says something, or as of
+            `read_tables`.
     """
     frame = table.frame
     redraw = options.redraw
@@ -487,6 +488,12 @@ def described(
                     f"{table.path} line {line}: says something else of "
                     f"{table.folder.relative(image)} than another row; keep one row of an image"
                 )
+    if cells_of.keys().isdisjoint(item.first for item in items):
+        name = used["image"][0]
+        raise UnrelatedTableError(
+            f"{table.path}: column {name} names no image that is used, as {frame[name].iloc[0]!r}; "
+            "correct the names, or give another --image-column"
+        )
     complete = []
     for item in items:
         if item.first not in cells_of:
