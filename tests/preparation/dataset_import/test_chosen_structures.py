@@ -7,7 +7,7 @@ from typing import Any
 import nibabel
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from helpers.downloaded_folders import mask, picture, table
 from helpers.small_tasks import small_task
@@ -168,6 +168,22 @@ def test_images_without_a_mask_show_nothing(tmp_path: Path) -> None:
     shown = [bool(target.any()) for target in targets_of(tmp_path / "out", task_of("foreground"))]
     assert sorted(shown) == [False] * 3 + [True] * 5
     assert not read_stored(tmp_path / "out" / "7_no_mask.png", mask=True).array.any()
+
+
+def test_a_photograph_without_a_mask_gets_one_of_its_size(tmp_path: Path) -> None:
+    """Also one that a camera turned, with values that no JPEG of a mask has."""
+    for n in range(8):
+        picture(tmp_path / "raw" / f"{n}.jpg", 60 + n, channels=3)
+        if n < 5:
+            mask(tmp_path / "raw" / f"{n}_mask.png")
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    Image.new("RGB", (20, 12), (200, 90, 60)).save(tmp_path / "raw" / "7.jpg", exif=exif)
+    imported(tmp_path, empty_masks=True)
+    written = read_stored(tmp_path / "out" / "7_no_mask.png", mask=True).array
+    assert written.shape == (1, 12, 20) and not written.any()
+    with Image.open(tmp_path / "out" / "6_no_mask.png") as empty:
+        assert empty.size == (16, 16) and not np.any(empty)
 
 
 def test_written_masks_of_volumes_keep_the_grid(tmp_path: Path) -> None:

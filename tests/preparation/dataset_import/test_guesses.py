@@ -352,16 +352,19 @@ def test_pictures_of_equal_names_are_classes(tmp_path: Path) -> None:
     assert imported(tmp_path).dataset.kind == "classification"
 
 
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
 @pytest.mark.parametrize("names", [("img_dir", "ann_dir"), ("x", "y"), ("ct", "organ")])
-def test_masks_in_a_folder_of_any_name_are_no_class(names: tuple[str, str], tmp_path: Path) -> None:
+def test_masks_in_a_folder_of_any_name_are_no_class(
+    names: tuple[str, str], suffix: str, tmp_path: Path
+) -> None:
     """As of mmsegmentation; before: every mask was an image of the class ann_dir."""
     images, masks = names
     draw = np.random.default_rng(0)
     for split in ("train", "val"):
         for number in range(6):
             (tmp_path / images / split).mkdir(parents=True, exist_ok=True)
-            noise = draw.integers(0, 256, (16, 16), dtype=np.uint8)
-            Image.fromarray(noise).save(tmp_path / images / split / f"{split}{number}.png")
+            shades = np.sort(draw.integers(0, 256, (16, 16), dtype=np.uint8))
+            Image.fromarray(shades).save(tmp_path / images / split / f"{split}{number}.{suffix}")
             mask(tmp_path / masks / split / f"{split}{number}.png", (1, 2))
     text = error_of(tmp_path)
     assert f"rename {masks} masks, and {images} images" in text

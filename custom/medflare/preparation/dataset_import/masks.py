@@ -3,6 +3,7 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -453,10 +454,10 @@ def with_masks_of_cases(folder: ImageFolder) -> ImageFolder:
 
 def count_values(file: Path) -> int:
     """How many values a picture has; 0 if it cannot be read."""
-    try:
-        return len(np.unique(read_stored(file, mask=True).array))
-    except DataError:
-        return 0
+    for mask in (True, False):  # a photograph as JPEG is no mask
+        with suppress(DataError):
+            return len(np.unique(read_stored(file, mask=mask).array))
+    return 0
 
 
 def _is_grey_of_two(array: np.ndarray) -> bool:

@@ -26,9 +26,11 @@ def path_of_mask(file: Path, ending: str) -> Path:
     return path
 
 
-def mask_of(file: Path, is_structure: Callable[[np.ndarray], np.ndarray]) -> bytes:
+def mask_of(
+    file: Path, is_structure: Callable[[np.ndarray], np.ndarray], *, of_image: bool = False
+) -> bytes:
     """The mask of the pixels or voxels that `is_structure` tells, as PNG (0 and 255) or as NIfTI
-    (0 and 1), on the grid of the image or mask `file`.
+    (0 and 1), on the grid of a mask, or with `of_image` of an image.
     """
     if suffix(file) in NIFTI:
         with explained(file):
@@ -36,11 +38,11 @@ def mask_of(file: Path, is_structure: Callable[[np.ndarray], np.ndarray]) -> byt
             voxels = is_structure(np.asarray(image.dataobj)).astype(np.uint8)
             mask = nibabel.Nifti1Image(voxels, image.affine, image.header, dtype=np.uint8)
         return gzip.compress(mask.to_bytes(), mtime=0)
-    stored = read_stored(file, mask=True)
+    stored = read_stored(file, mask=not of_image)
     pixels = is_structure(stored.as_slices(stored.array)[0])
     return png(np.where(pixels, 255, 0).astype(np.uint8))
 
 
 def empty_mask(image: Path) -> bytes:
     """A mask without any structure, on the grid of an image."""
-    return mask_of(image, lambda pixels: np.zeros(pixels.shape[:3], bool))
+    return mask_of(image, lambda pixels: np.zeros(pixels.shape[:3], bool), of_image=True)
