@@ -68,6 +68,41 @@ def test_a_row_describes_the_images_whose_names_begin_with_its_patient(tmp_path:
         assert (entry["sex"], entry["age"]) == (["male", "female"][patient % 2], 50 + patient)
 
 
+def test_a_row_describes_the_channels_of_its_patient(tmp_path: Path) -> None:
+    """The cell is the whole name of the mask alone, as in nnU-Net's folders."""
+    files(
+        tmp_path, "imagesTr/P{n}_0000.nii.gz", "imagesTr/P{n}_0001.nii.gz", "labelsTr/P{n}.nii.gz*"
+    )
+    table(tmp_path / "people.csv", ("patient", "age"), *((f"P{n}", 50 + n) for n in NUMBERS))
+    imported(tmp_path)
+    found = entries(tmp_path)
+    assert found["imagesTr/P7_0000.nii.gz"]["age"] == 57
+    assert {entry["patient"] for entry in found.values()} == {f"P{n}" for n in NUMBERS}
+
+
+def test_a_table_beside_that_of_the_labels_describes_the_images_of_one_split(
+    tmp_path: Path,
+) -> None:
+    """ISIC 2017: the metadata have as many columns as the labels, which --label-column names."""
+    lines = []
+    for number in NUMBERS:
+        picture(tmp_path / "images" / f"ISIC_{number}.png")
+        lines.append((f"ISIC_{number}", number % 2, int(number % 3 == 0)))
+    table(tmp_path / "Training_GroundTruth.csv", ("image_id", "melanoma", "keratosis"), *lines)
+    people = [(f"ISIC_{number}", 50 + number, "male") for number in NUMBERS]
+    table(tmp_path / "Training_metadata.csv", ("image_id", "age_approximate", "sex"), *people)
+    imported(tmp_path, columns=Columns(label="melanoma,keratosis"))
+    entry = entries(tmp_path)["images/ISIC_3.png"]
+    assert (entry["label"], entry["sex"]) == ([1, 1], "male")
+    (tmp_path / "datalist.json").unlink()
+    others = [(name.replace("ISIC", "Test"), *cells) for name, *cells in lines]
+    for name, *_ in others:
+        picture(tmp_path / "images" / f"{name}.png")
+    table(tmp_path / "Test_GroundTruth.csv", ("image_id", "mel", "sk"), *others)
+    error = error_of(tmp_path, columns=Columns(label="melanoma,keratosis"))
+    assert "Test_GroundTruth.csv: --label-column: unknown column 'melanoma'" in error
+
+
 def test_a_table_that_describes_no_image_with_a_mask_is_not_used(tmp_path: Path) -> None:
     for number in NUMBERS:
         picture(tmp_path / f"{number:02}.png")

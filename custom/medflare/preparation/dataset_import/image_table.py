@@ -194,7 +194,9 @@ class ImageTable:
 
     def described(self, cell: str) -> list[Path]:
         """All images that a cell may name, of a patient or by their names."""
-        return self._of_patient(cell) or self._named(cell) or [*self.beginning_with(cell)]
+        listed = self._of_patient(cell) or self._named(cell)
+        only_masks = all(self.folder.names[image].mask for image in listed)
+        return [*listed, *self.beginning_with(cell)] if only_masks else listed
 
     def _named(self, cell: str) -> list[Path]:
         """The images that have the name in a cell."""

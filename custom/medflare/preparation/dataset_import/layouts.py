@@ -134,7 +134,7 @@ def _by_tables(
     others: Sequence[ImageTable],
 ) -> Dataset:
     """The images by tables, with what the others say of them."""
-    _refuse_part(folder, tables, others)
+    problems = [(table, str(table.problem)) for table in _related(others)]
     try:
         dataset = read_tables(tables, options)
     except ColumnError as error:
@@ -143,6 +143,7 @@ def _by_tables(
         if {*dataset.labelled_by} <= {*table.header}:
             raise DataError(f"{table.problem}, or choose one table with --table")
     dataset = _described_by(dataset, [table for table in others if table.may_be_related], options)
+    _refuse_part(folder, tables, [pair for pair in problems if pair[0].problem])
     if not options.redraw:
         dataset = with_listed_splits(folder, dataset, ())
         if not any(item.split for item in dataset.items):
@@ -169,20 +170,19 @@ def _other_tables(folder: ImageFolder, chosen: Path) -> list[Path]:
 
 
 def _refuse_part(
-    folder: ImageFolder, used: Sequence[ImageTable], others: Iterable[ImageTable]
+    folder: ImageFolder, used: Sequence[ImageTable], others: Iterable[tuple[ImageTable, str]]
 ) -> None:
-    """Raise DataError for a table of another split that is not used, though it cannot be read or
-    has as many columns as those that are.
+    """Raise DataError for a table of a split that is not used, though it cannot be read or has as
+    many columns as those that are; `others`: tables with their problems.
     """
     if not any(table.split for table in used):
         return
     width = min(len(table.header) for table in used)
-    for table in _related(others):
+    for table, problem in others:
         if first_split(table.path.stem) and (not table.header or len(table.header) >= width):
             names = ", ".join(folder.relative(other.path) for other in used)
             raise DataError(
-                f"{table.problem}; correct this table, or choose one of the others with --table "
-                f"({names})"
+                f"{problem}; correct this table, or choose one of the others with --table ({names})"
             )
 
 
