@@ -381,6 +381,19 @@ def test_a_class_may_be_called_like_a_column(tmp_path: Path) -> None:
     assert training.split() == ["training", "28", "28", "14", "14"]
 
 
+def test_a_split_that_was_drawn_may_lack_a_class(tmp_path: Path) -> None:
+    """Few images of five grades, as of a sample of Messidor: all of grade 1 are drawn for test."""
+    names = [picture(tmp_path / f"{letter}.png").name for letter in "abcdefghijk"]
+    table(tmp_path / "t.csv", ("image", "grade"), *zip(names, "01234013401", strict=True))
+    report = imported(tmp_path)
+    assert [item.label for item in report.sites[""] if item.split == "test"] == [1, 1, 1]
+    assert any(
+        text.endswith("of these classes, or give another --seed") for text in report.warnings
+    )
+    other = imported(tmp_path, seed=3, force=True)
+    assert 1 in [item.label for item in other.sites[""] if item.split == "training"]
+
+
 def test_classes_that_stand_in_one_split_only(tmp_path: Path) -> None:
     for name in "abc":
         for number in range(5):

@@ -375,7 +375,9 @@ def _split_warning(
             alone.append(f"{dataset.labels[str(number)]} in {min(of_class)}")
     if not alone or len(set().union(*splits.values())) < 2:
         return ""
-    _refuse_split_without_a_known_class(dataset, splits, root)
+    read = {"" if options.redraw else item.split for item in dataset.items}
+    if "test" in read:
+        _refuse_split_without_a_known_class(dataset, splits, root)
     found = f"classes stand in one split only: {shortened(alone)}"
     if len(alone) == len(splits) and options.kind != "classification":
         problem = (
@@ -383,7 +385,8 @@ def _split_warning(
             "otherwise --kind classification"
         )
         raise DataError("; ".join((problem, *dataset.notes)))
-    return f"{found}; add patients of these classes, or --redraw"
+    draw = "--redraw" if any(read) else "another --seed"
+    return f"{found}; add patients of these classes, or give {draw}"
 
 
 def _refuse_split_without_a_known_class(
