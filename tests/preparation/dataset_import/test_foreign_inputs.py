@@ -698,11 +698,28 @@ def test_a_data_set_that_is_divided_in_two_ways_is_refused(suffix: str, tmp_path
             Image.fromarray(pixels).save(folder / f"{number}.{suffix}")
     text = error_of(tmp_path)
     assert "by_hospital and randomly hold the same 10 pictures" in text
-    assert text.endswith(f"give one of these folders, as {tmp_path / 'by_hospital'}")
+    assert text.endswith("leave one folder out, as with --leave-out randomly")
     assert "the same 10" in error_of(tmp_path, kind="classification")
     picture(next(tmp_path.glob("randomly/*/a/0.*")))  # another one of this name
     assert "each of by_hospital, randomly holds the folders a, b" in error_of(tmp_path)
-    assert len(imported(tmp_path / "randomly").dataset.items) == 10
+    assert len(imported(tmp_path, leave_out=("randomly",)).dataset.items) == 10
+
+
+@pytest.mark.parametrize(
+    ("home", "copy"), [("kaggle_3m", "lgg-mri-segmentation/kaggle_3m"), ("", "Z"), ("", "A")]
+)
+def test_a_data_set_that_lies_in_itself_is_refused(home: str, copy: str, tmp_path: Path) -> None:
+    """As in Kaggle's LGG, whose copy is called as masks are."""
+    for number in NUMBERS:
+        draw = np.random.default_rng(number).integers(0, 255, (16, 16), np.uint8)
+        for folder in (tmp_path / home, tmp_path / copy):
+            path = folder / f"P{number}" / f"P{number}.tif"
+            mask(path.with_name(f"P{number}_mask.tif"))
+            Image.fromarray(draw).save(path)
+    top = copy.split("/")[0]
+    text = error_of(tmp_path)
+    assert text.startswith(f"{tmp_path} and {top} hold the same 10 pictures; leave one")
+    assert len(imported(tmp_path, leave_out=(top,)).dataset.items) == 10
 
 
 def test_masks_of_many_objects_and_ignored_voxels_are_refused(tmp_path: Path) -> None:

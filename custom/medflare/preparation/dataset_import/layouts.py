@@ -2,6 +2,7 @@
 
 import filecmp
 import re
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -33,7 +34,13 @@ from medflare.preparation.dataset_import.listed_splits import (
     with_listed_splits,
 )
 from medflare.preparation.dataset_import.masks import are_masks, count_values, pair_masks
-from medflare.preparation.dataset_import.names import WORDS, first_split, shortened, words
+from medflare.preparation.dataset_import.names import (
+    WORDS,
+    first_split,
+    parse_name,
+    shortened,
+    words,
+)
 from medflare.preparation.dataset_import.options import GUESSED, Columns, ImportOptions
 from medflare.preparation.dataset_import.patients import NO_PATIENT
 from medflare.preparation.dataset_import.structures import (
@@ -296,35 +303,45 @@ def _refuse_versions(folder: ImageFolder) -> None:
 
 def _refuse_copies(folder: ImageFolder) -> None:
     """Raise DataError if all pictures of a folder are also in another one, as of a data set that is
-    divided in two ways.
+    divided in two ways, or lies in itself.
     """
-    pictures = [image for image in folder.images if not folder.names[image].mask]
-    times = Counter(image.name for image in pictures)
-    repeated = [image for image in pictures if times[image.name] > 1]
+    times = Counter(image.name for image in folder.images)
+    repeated = [image for image in folder.images if times[image.name] > 1]
     first_of: dict[tuple[str, int], Path] = {}
     alike: defaultdict[tuple[Path, Path], list[tuple[Path, Path]]] = defaultdict(list)
     for image in filter(Path.is_file, repeated):
         other = first_of.setdefault((image.name, image.stat().st_size), image)
         if other.parent != image.parent:
             alike[_where_they_part(other, image)].append((other, image))
-    for tops, listed in alike.items():
-        if not all(filecmp.cmp(*both, shallow=False) for both in listed):
+    for tops, files in alike.items():
+        listed = [both for both in files if _is_picture(tops[0], both[0])]
+        if not listed or not all(filecmp.cmp(*both, shallow=False) for both in listed):
             continue
-        fewest = min(sum(image.is_relative_to(top) for image in pictures) for top in tops)
+        fewest = min(sum(_is_picture(top, image) for image in folder.images) for top in tops)
         if len(listed) >= fewest and count_values(listed[0][0]) > MAX_CLASSES:
+            outer, inner = sorted(tops, key=lambda top: len(top.parts))
+            copy = folder.relative(inner)
             raise DataError(
-                f"{folder.root}: {folder.both(*tops)} hold the same {len(listed)} pictures; give "
-                f"one of these folders, as {tops[0]}"
+                f"{outer} and {copy} hold the same {len(listed)} pictures; leave one folder out, "
+                f"as with --leave-out {shlex.quote(copy)}"
             )
 
 
+def _is_picture(top: Path, image: Path) -> bool:
+    """Whether an image is below a folder, and there not called as a mask is."""
+    return image.is_relative_to(top) and not parse_name(image.relative_to(top)).mask
+
+
 def _where_they_part(first: Path, second: Path) -> tuple[Path, Path]:
-    """The outermost folders that hold one of two files each."""
+    """The outermost folders that hold one of two files each, or one of them that holds both and a
+    copy in it.
+    """
     common = common_folder([first, second])
-    tops = []
-    for file in (first, second):
-        below = file.parent.relative_to(common)
-        tops.append(common.joinpath(*below.parts[:1]))
+    below = [file.relative_to(common).parts for file in (first, second)]
+    tops = [common.joinpath(*parts[:-1][:1]) for parts in below]
+    shorter, longer = sorted((0, 1), key=lambda number: len(below[number]))
+    if below[longer][-len(below[shorter]) :] == below[shorter]:
+        tops[shorter] = common
     return tops[0], tops[1]
 
 
