@@ -381,6 +381,14 @@ def test_a_class_may_be_called_like_a_column(tmp_path: Path) -> None:
     assert training.split() == ["training", "28", "28", "14", "14"]
 
 
+def test_folders_of_one_volume_each_may_be_patients(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}").mkdir()
+        series = dicom_series(tmp_path / f"{number}" / "CT")
+        change(series, PatientID=f"P{number}", SeriesInstanceUID=f"1.2.3.{number}")
+    assert "4 folders (0, ...) for 4 images are many classes; if they are" in error_of(tmp_path)
+
+
 def test_a_split_that_was_drawn_may_lack_a_class(tmp_path: Path) -> None:
     """Few images of five grades, as of a sample of Messidor: all of grade 1 are drawn for test."""
     names = [picture(tmp_path / f"{letter}.png").name for letter in "abcdefghijk"]

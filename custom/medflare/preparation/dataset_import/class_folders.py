@@ -395,7 +395,7 @@ def _refuse_masks_of_classes(
 def _refuse_other_groups(folder: ImageFolder, names: Sequence[str], images: int) -> None:
     """Raise DataError if the folders seem to be patients, years, parts of an export or eyes."""
     most = min(MAX_CLASSES, max(4, images / _IMAGES_OF_CLASS))
-    if len(names) > most:
+    if len(names) > most or len(names) == images:
         raise DataError(
             f"{folder.root}: {len(names)} folders ({names[0]}, ...) for {images} images are "
             "many classes; if they are classes and no patients, give --kind classification"
