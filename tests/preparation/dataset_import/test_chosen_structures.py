@@ -11,6 +11,7 @@ from PIL import ExifTags, Image
 
 from helpers.downloaded_folders import mask, picture, table
 from helpers.small_tasks import small_task
+from helpers.volume_sites import change, dicom_series, write
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.decoding import target_of
 from medflare.data.loading import open_source
@@ -184,6 +185,18 @@ def test_a_photograph_without_a_mask_gets_one_of_its_size(tmp_path: Path) -> Non
     assert written.shape == (1, 12, 20) and not written.any()
     with Image.open(tmp_path / "out" / "6_no_mask.png") as empty:
         assert empty.size == (16, 16) and not np.any(empty)
+
+
+def test_no_empty_mask_is_proposed_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    for n in range(6):
+        series = dicom_series(tmp_path / "raw" / f"{n}")
+        change(series, PatientID=f"P{n}", SeriesInstanceUID=f"1.2.3.{n}")
+        if n < 4:
+            write(tmp_path / "raw" / f"{n}_mask.nii.gz", np.ones((5, 6, 4), np.uint8))
+    for empty_masks in (False, True):
+        text = error_of(tmp_path, empty_masks=empty_masks)
+        assert text.endswith("no mask; complete them, or --skip")
 
 
 def test_written_masks_of_volumes_keep_the_grid(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ from medflare.preparation.dataset_import.site_files import (
     write_datalist,
 )
 from medflare.preparation.dataset_import.splits import draw_splits, items_by_site
+from medflare.preparation.dataset_import.written_masks import can_be_written
 
 # Maximum of folders, and minimum of images in each, for which they may be sites.
 _MAX_SITES = 30
@@ -212,7 +213,8 @@ def _remedy_of_missing(line: str, options: ImportOptions) -> str:
     if options.skip:
         return "no image is left"
     remedy = "complete them, or --skip"
-    if ": no mask" in line:
+    image, without_mask, _ = line.partition(": no mask")
+    if without_mask and can_be_written(Path(image)):
         remedy = "complete them, --skip, or --empty-masks if they show no structure"
     if ": no mask of " in line:
         remedy += "; to use other structures alone, --structure NAME for each"
