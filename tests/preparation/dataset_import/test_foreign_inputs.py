@@ -110,12 +110,15 @@ def test_a_table_that_describes_no_image_with_a_mask_is_not_used(tmp_path: Path)
         picture(tmp_path / f"extra{number}.png")
     lines = [(f"extra{number}.png", number // 2, "MF"[number % 2]) for number in NUMBERS]
     table(tmp_path / "data.csv", ("image", "patient", "sex"), *lines)
+    table(tmp_path / "all.csv", ("image", "sex"), *((f"other{n}.png", "F") for n in range(40)))
     report = imported(tmp_path, skip=True)
-    assert "data.csv" not in report.dataset.layout
-    assert any("names no image that is used, as 'extra0.png'" in n for n in report.dataset.notes)
+    assert "csv" not in report.dataset.layout
+    [note] = [line for line in report.dataset.notes if "csv" in line]
+    assert "all.csv: column image names no image with a mask or label, as 'other0.png'" in note
+    (tmp_path / "all.csv").unlink()
     (tmp_path / "datalist.json").unlink()
     error = error_of(tmp_path, skip=True, columns=Columns(patient="patient"))
-    assert "column image names no image that is used, as 'extra0.png'" in error
+    assert "column image names no image with a mask or label, as 'extra0.png'" in error
     table(tmp_path / "ids.csv", ("image", "id"), *((f"{n:02}.png", n // 2) for n in NUMBERS))
     imported(tmp_path, skip=True, columns=Columns(patient="id"))
     assert entries(tmp_path)["05.png"]["patient"] == "2"

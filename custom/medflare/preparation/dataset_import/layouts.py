@@ -150,7 +150,7 @@ def _by_tables(
         if {*dataset.labelled_by} <= {*table.header}:
             raise DataError(f"{table.problem}, or choose one table with --table")
     dataset = _described_by(dataset, [table for table in others if table.may_be_related], options)
-    _refuse_part(folder, tables, [pair for pair in problems if pair[0].problem])
+    _refuse_part(folder, tables, problems)
     if not options.redraw:
         dataset = with_listed_splits(folder, dataset, ())
         if not any(item.split for item in dataset.items):
@@ -180,13 +180,14 @@ def _refuse_part(
     folder: ImageFolder, used: Sequence[ImageTable], others: Iterable[tuple[ImageTable, str]]
 ) -> None:
     """Raise DataError for a table of a split that is not used, though it cannot be read or has as
-    many columns as those that are; `others`: tables with their problems.
+    many columns as those that are; `others`: tables with the problems that they had at first.
     """
-    if not any(table.split for table in used):
-        return
+    splits = {table.split for table in used}
     width = min(len(table.header) for table in used)
     for table, problem in others:
-        if first_split(table.path.stem) and (not table.header or len(table.header) >= width):
+        describes = table.problem is None and table.split in splits
+        as_wide = not table.header or len(table.header) >= width
+        if splits != {""} and first_split(table.path.stem) and as_wide and not describes:
             names = ", ".join(folder.relative(other.path) for other in used)
             raise DataError(
                 f"{problem}; correct this table, or choose one of the others with --table ({names})"

@@ -463,7 +463,7 @@ def described(
 
     Returns:
         The images, and the columns that were read, in words; "" if only the name of the table says
-        something, None if nothing does.
+        something, or it is of images that are not used, None if nothing does.
 
     Raises:
         DataError: two rows that say different things of an image, no row says something, or as of
@@ -489,10 +489,13 @@ def described(
                     f"{table.folder.relative(image)} than another row; keep one row of an image"
                 )
     if cells_of.keys().isdisjoint(item.first for item in items):
+        requested = {options.columns.patient, options.columns.site, options.columns.split}
+        if cells_of and requested.isdisjoint(table.header):
+            return [*items], ""  # of images without a mask or label
         name = used["image"][0]
         raise UnrelatedTableError(
-            f"{table.path}: column {name} names no image that is used, as {frame[name].iloc[0]!r}; "
-            "correct the names, or give another --image-column"
+            f"{table.path}: column {name} names no image with a mask or label, as "
+            f"{frame[name].iloc[0]!r}; correct the names, or give another --image-column"
         )
     complete = []
     for item in items:
