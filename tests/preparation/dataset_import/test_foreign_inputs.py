@@ -68,6 +68,24 @@ def test_a_row_describes_the_images_whose_names_begin_with_its_patient(tmp_path:
         assert (entry["sex"], entry["age"]) == (["male", "female"][patient % 2], 50 + patient)
 
 
+def test_an_empty_first_cell_says_nothing_of_its_column(tmp_path: Path) -> None:
+    """A first image without a mask; a second line of names, as in the tables of PAPILA."""
+    for number in NUMBERS:
+        picture(tmp_path / "images" / f"{number}.png")
+        mask(tmp_path / "outlines" / f"m{number}.png")
+    lines = [(f"{number}.png", f"m{number}.png" if number else "") for number in NUMBERS]
+    table(tmp_path / "labels.csv", ("image", "label"), *lines)
+    text = error_of(tmp_path)
+    assert "column label names files, as 'm1.png'; give --mask-column label" in text
+    assert len(imported(tmp_path, skip=True, columns=Columns(mask="label")).sites[""]) == 9
+    eyes = tmp_path / "eyes"
+    files(eyes, "images/RET{n}OD.png")
+    for eye in ("od", "os"):
+        table(eyes / f"{eye}.csv", ("ID", "refraction"), ("", "dioptre"), ("#002", "1"))
+    text = error_of(eyes)
+    assert text.count("names no image") == 1 and "as '#002' in column ID" in text
+
+
 def test_a_row_describes_the_channels_of_its_patient(tmp_path: Path) -> None:
     """The cell is the whole name of the mask alone, as in nnU-Net's folders."""
     files(

@@ -15,6 +15,7 @@ from medflare.data.reading import image_suffixes, suffix
 from medflare.preparation.dataset_import.frames import (
     SAMPLED_ROWS,
     clean_text,
+    first_text,
     named_columns,
     table_columns,
 )
@@ -57,7 +58,7 @@ def used_columns(table: ImageTable, columns: Columns, kind: str) -> UsedColumns:
     for name in used["label"]:
         if _names_files(frame[name]):
             raise ColumnError(
-                f"{table.path}: column {name} names files, as {frame[name].iloc[0]!r}; give "
+                f"{table.path}: column {name} names files, as {first_text(frame[name])!r}; give "
                 f"--mask-column {name} if they are masks, otherwise another --label-column"
             )
     needed = {"image": used["image"]}
@@ -97,8 +98,8 @@ def _refuse_run_lengths(table: ImageTable, columns: Iterable[str]) -> None:
 
 
 def _names_files(cells: "pd.Series[str]") -> bool:
-    """Whether the first cell has the suffix of an image."""
-    return suffix(Path(cells.iloc[0])) in image_suffixes()
+    """Whether the first text has the suffix of an image."""
+    return suffix(Path(first_text(cells))) in image_suffixes()
 
 
 def columns_but_labels(table: ImageTable, columns: Columns) -> UsedColumns:
@@ -167,9 +168,9 @@ def _image_columns(table: ImageTable, used: UsedColumns) -> list[str]:
             names_images = _names_files(cells) or (name in usual and cells.is_unique)
             if named and names_images and name not in named:
                 raise ColumnError(
-                    f"{path}: column {name} names no image of the folder, as {cells.iloc[0]!r}; "
-                    f"correct the names, or give --image-column {named[0]} if a row is of all "
-                    f"images of its {named[0]}"
+                    f"{path}: column {name} names no image of the folder, as "
+                    f"{first_text(cells)!r}; correct the names, or give --image-column {named[0]} "
+                    f"if a row is of all images of its {named[0]}"
                 )
         return named[:1] or usual[:1]
     if table.named_by(pd.Series([most])):

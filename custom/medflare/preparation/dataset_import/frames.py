@@ -222,5 +222,10 @@ def named_columns(frame: pd.DataFrame) -> list[str]:
     return [name for name in frame if not name.startswith(_UNNAMED)]
 
 
+def first_text(cells: "pd.Series[str]") -> str:
+    """The first cell that is not empty, or ""."""
+    return next(filter(None, cells), "")
+
+
 def clean_text(text: str) -> str:
     return composed(text.strip())

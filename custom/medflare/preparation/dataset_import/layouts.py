@@ -213,7 +213,7 @@ def _by_names(folder: ImageFolder, options: ImportOptions, tables: Sequence[Imag
             raise kind_of_error("; ".join((*reasons, *folder.notes))) from error
         if options.structures:
             raise
-        hints = [*_problems(tables), *folder.notes]
+        hints = [*_problems(_of_one_header_each(tables)), *folder.notes]
         if folder.texts:
             hints.append(
                 f"text files are not read ({folder.relative(folder.texts[0])}); if they have "

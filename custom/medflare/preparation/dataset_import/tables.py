@@ -32,6 +32,7 @@ from medflare.preparation.dataset_import.folders import (
 from medflare.preparation.dataset_import.frames import (
     SAMPLED_ROWS,
     UnrelatedTableError,
+    first_text,
     named_columns,
 )
 from medflare.preparation.dataset_import.image_table import ImageTable, is_path
@@ -216,7 +217,9 @@ def _read_rows(
 def _folder_column(table: ImageTable, used: UsedColumns) -> str:
     """The column that names folders of images in place of files; "" if it is one of patients."""
     column = used["image"][0]
-    return column if not used["patient"] and table.is_patient(table.frame[column].iloc[0]) else ""
+    return (
+        column if not used["patient"] and table.is_patient(first_text(table.frame[column])) else ""
+    )
 
 
 def _columns_of_a_patients_images(table: ImageTable, used: UsedColumns) -> list[str]:
@@ -495,7 +498,7 @@ def described(
         name = used["image"][0]
         raise UnrelatedTableError(
             f"{table.path}: column {name} names no image with a mask or label, as "
-            f"{frame[name].iloc[0]!r}; correct the names, or give another --image-column"
+            f"{first_text(frame[name])!r}; correct the names, or give another --image-column"
         )
     complete = []
     for item in items:
@@ -563,7 +566,7 @@ def check_table(table: ImageTable, columns: Columns, kind: str) -> None:
             remedy = f"write the names of images in a column image, as {folder.images[0].name}"
         raise kind_of_error(
             f"{folder.relative(table.path)} names no image of the folder, as "
-            f"{frame[names[0]].iloc[0]!r} in column {names[0]}; {remedy}"
+            f"{first_text(frame[names[0]])!r} in column {names[0]}; {remedy}"
         )
     used_columns(table, columns, kind)
 
