@@ -1280,18 +1280,20 @@ def test_a_column_that_tells_the_test_images_is_not_ignored(
         (("batch_1", "batch_2"), True),
         (("EXP1", "EXP2"), True),
         (("OD", "OS"), True),
+        (("1", "2", "3", "4", "5", "6", "7", "8"), True),  # patients, more likely
+        (("0", "1", "2", "3", "4", "5", "6"), False),  # BI-RADS
         (("0", "1"), False),
         (("grade_1", "grade_2"), False),
         (("nevus", "melanoma"), False),
     ],
 )
 def test_folders_of_years_parts_or_eyes_are_no_classes(
-    names: tuple[str, str], asked: bool, tmp_path: Path
+    names: tuple[str, ...], asked: bool, tmp_path: Path
 ) -> None:
     for name in names:
         files(tmp_path, f"{name}/a{{n}}{name}.png")
     if asked:
-        assert f"are the folders {names[0]}, {names[1]} the classes?" in error_of(tmp_path)
+        assert f"are the folders {', '.join(names[:3])} the classes?" in error_of(tmp_path)
     imported(tmp_path, kind="classification" if asked else "")
 
 

@@ -44,6 +44,7 @@ LAYOUTS = (
     "or a table (CSV, Excel)"
 )
 _IMAGES_OF_CLASS = 2.5  # folders with fewer, in the mean, are probably patients
+_MOST_GRADES = 7  # folders called 0, 1, ...; more may be patients (BI-RADS has 0 to 6)
 _PATIENT_WORDS = {*WORDS["column"]["patient"]}
 # Words before the numbers of classes.
 _GRADES = {*WORDS["label_column_end"], *WORDS["numbered_class"]}
@@ -412,7 +413,8 @@ def _refuse_other_groups(folder: ImageFolder, names: Sequence[str], images: int)
         )
     stems = {re.sub(r"[\d_.-]+", " ", name).lower() for name in names}
     numbers = [int(number) for name in names for number in re.findall(r"\d+", name)]
-    of_grades = {*words(" ".join(stems))} & _GRADES or (stems <= {"", " "} and max(numbers) < 100)
+    are_numbers = stems <= {"", " "} and len(names) <= _MOST_GRADES and max(numbers) < 100
+    of_grades = {*words(" ".join(stems))} & _GRADES or are_numbers
     numbered_alike = bool(numbers) and len(stems) == 1 and not of_grades
     if numbered_alike or {name.lower() for name in names} <= {*WORDS["eye"]}:
         raise DataError(
