@@ -86,6 +86,23 @@ def test_an_empty_first_cell_says_nothing_of_its_column(tmp_path: Path) -> None:
     assert text.count("names no image") == 1 and "as '#002' in column ID" in text
 
 
+@pytest.mark.parametrize("each", [1, 3])
+def test_a_table_describes_the_patients_of_the_table_of_labels(each: int, tmp_path: Path) -> None:
+    labels = []
+    for number in range(10 * each):
+        picture(tmp_path / f"scan{number:02}.png", number)
+        labels.append((f"scan{number:02}.png", "xy"[number % 2], f"P{number // each}"))
+    table(tmp_path / "labels.csv", ("file", "label", "patient"), *labels)
+    people = [(f"P{n}", "FM"[n % 2], ["train", "val", "test"][max(0, n - 7)]) for n in NUMBERS]
+    table(tmp_path / "people.csv", ("patient", "sex", "split"), *people)
+    imported(tmp_path)
+    for image, entry in entries(tmp_path).items():
+        patient = int(image[len("scan") :][:2]) // each
+        split = {8: "validation", 9: "test"}.get(patient, "training")
+        assert (entry["patient"], entry["split"]) == (f"P{patient}", split)
+        assert entry["sex"] == ("female", "male")[patient % 2]
+
+
 def test_a_row_describes_the_channels_of_its_patient(tmp_path: Path) -> None:
     """The cell is the whole name of the mask alone, as in nnU-Net's folders."""
     files(

@@ -68,11 +68,7 @@ def find_dataset(
     `several_tables`, all tables are of these images.
     """
     columns = options.columns
-    tables = _judged_tables(folder, options)
-    related = _related(tables)
-    if related and all(table.problem for table in tables):
-        folder = _with_patients(folder, related, columns)
-        tables = _judged_tables(folder, options)
+    folder, tables = _with_patients_of_tables(folder, options)
     used = [table for table in tables if table.problem is None]
     describes = _related(tables) and folder.masks and not (columns.label or columns.mask)
     requested = options.table is not None or columns != GUESSED
@@ -98,6 +94,26 @@ def find_dataset(
             if path not in with_columns:
                 notes.append(f"not used, as --table names another: {folder.relative(path)}")
     return replace(dataset, notes=tuple(notes))
+
+
+def _with_patients_of_tables(
+    folder: ImageFolder, options: ImportOptions
+) -> tuple[ImageFolder, list[ImageTable]]:
+    """The folder, and its tables with their problems; some may be of the patients of others."""
+    tables = _judged_tables(folder, options)
+    labelled = [table for table in tables if not table.problem]
+    sources = labelled or _related(tables)
+    if not sources or len(labelled) == len(tables):
+        return folder, tables
+    with_patients = _with_patients(folder, sources, options.columns)
+    again = _judged_tables(with_patients, options)
+    if not labelled:
+        return with_patients, again
+    for row, table in enumerate(again):
+        named = isinstance(tables[row].problem, ColumnError)
+        if isinstance(table.problem, ColumnError) and not named:
+            tables[row] = table
+    return folder, tables
 
 
 def _judged_tables(folder: ImageFolder, options: ImportOptions) -> list[ImageTable]:
@@ -349,8 +365,8 @@ def _where_they_part(first: Path, second: Path) -> tuple[Path, Path]:
 def _with_patients(
     folder: ImageFolder, tables: Iterable[ImageTable], columns: Columns
 ) -> ImageFolder:
-    """The folder with the patients of images by tables without labels, whose labels another table
-    may have for each patient.
+    """The folder with the patients of images by tables, of which another table may have the labels
+    or describe the patients.
     """
     patients: dict[Path, str] = {}
     for table in tables:
