@@ -44,7 +44,8 @@ def with_listed_splits(
     if lists:
         for table in tables:
             _refuse_split_words(table)
-        splits = _listed_splits(images, texts, lists[0])
+        problems = [str(table.problem) for table in tables if table.problem]
+        splits = _listed_splits(images, texts, lists[0], problems)
         source = ", ".join(map(folder.relative, lists))
     else:
         splits = [first_split("".join(words(name)[:1])) for name in images]
@@ -97,10 +98,14 @@ def _split_columns(table: ImageTable) -> list[str]:
     return usual_columns(WORDS["column"]["split"], table.header)
 
 
-def _listed_splits(images: Sequence[str], texts: Iterable[Path], first: Path) -> list[str]:
+def _listed_splits(
+    images: Sequence[str], texts: Iterable[Path], first: Path, problems: Iterable[str]
+) -> list[str]:
     """The split of each image by lists of names; DataError for an image that is not in one.
 
-    `first`: of the files that may name the splits, also of those that are not read.
+    Args:
+        first: of the files that may name the splits, also of tables, which are not read.
+        problems: why the tables are not used.
     """
     splits = defaultdict(set)
     for path in texts:
@@ -112,11 +117,12 @@ def _listed_splits(images: Sequence[str], texts: Iterable[Path], first: Path) ->
                     splits[name].add(split)
     for name, count in Counter(images).items():
         if len(splits[name]) != 1 or count > 1:
-            raise DataError(
+            found = (
                 f"{first}: seems to name the splits, but no list of train, val and test names "
                 f"{name} alone; correct the lists, give a table with a column split, or draw the "
                 "splits with --redraw"
             )
+            raise DataError("; ".join((found, *problems)))
     return [min(splits[name]) for name in images]
 
 
