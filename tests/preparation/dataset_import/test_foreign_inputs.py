@@ -113,6 +113,14 @@ def test_a_row_describes_the_channels_of_its_patient(tmp_path: Path) -> None:
     found = entries(tmp_path)
     assert found["imagesTr/P7_0000.nii.gz"]["age"] == 57
     assert {entry["patient"] for entry in found.values()} == {f"P{n}" for n in NUMBERS}
+    (tmp_path / "datalist.json").unlink()
+    lines = [(f"P{n}", ("train", "test")[n > 7], 50 + n) for n in NUMBERS]
+    table(tmp_path / "people.csv", ("patient", "split", "age"), *lines)
+    text = error_of(tmp_path)
+    assert "people.csv: imagesTr/P8_0000.nii.gz is in the split test, but in a folder of" in text
+    report = imported(tmp_path, redraw=True)
+    assert report.dataset.layout.endswith("people.csv: patient patient, age age")
+    assert {item.split for item in report.sites[""]} == {"training", "validation", "test"}
 
 
 def test_a_table_beside_that_of_the_labels_describes_the_images_of_one_split(

@@ -103,7 +103,8 @@ def read_tables(tables: Sequence[ImageTable], options: ImportOptions = DEFAULTS)
             _refuse_masks_beside(table, used["label"])
         folder_column = folder_column or _folder_column(table, used)
         notes += prefixed(path.name, map(_tells_apart, of_patient))
-        rows, incomplete = _read_rows(table, used, options.redraw, of_patient)
+        used["split"] = [] if options.redraw else used["split"]
+        rows, incomplete = _read_rows(table, used, of_patient)
         read, repeated = _each_once(rows, listed)
         if repeated:
             notes.append(f"{path.name}: {repeated} rows repeat the image and the cells of another")
@@ -171,7 +172,7 @@ def _refuse_labels_in_other_rows(table: ImageTable, used: UsedColumns) -> None:
 
 
 def _read_rows(
-    table: ImageTable, used: UsedColumns, redraw: bool, of_patient: Sequence[str]
+    table: ImageTable, used: UsedColumns, of_patient: Sequence[str]
 ) -> tuple[list[_Row], list[str]]:
     """The images of a table with a list of labels each, and a line for each incomplete row;
     `of_patient`: see `_columns_of_a_patients_images`.
@@ -200,7 +201,7 @@ def _read_rows(
         elif used["site"] and not cell["site"]:
             missing.append(f"{location}: no site")
         else:
-            split = "" if redraw else _split_of(cell["split"], location)
+            split = _split_of(cell["split"], location)
             patient = str(patient_id(cell["patient"]))
             if table.is_patient(cell["image"]):
                 patient = patient or patient_of[cell["image"]]
@@ -476,6 +477,7 @@ def described(
     redraw = options.redraw
     used = columns_but_labels(table, replace(options.columns, label="", mask=""))
     _without_wrong_ages(table, used)
+    used["split"] = [] if redraw else used["split"]
     named = ("patient", "site", "split", "sex", "age", "scanner")
     read = {name: used[name][0] for name in named if used[name]}
     of_table = "" if redraw or used["split"] else table.split
@@ -514,7 +516,7 @@ def described(
             )
         attributes = parse_attributes(*map(cells.get, ("sex", "age", "scanner")))
         of_name = "" if item.split else of_table  # the item's own table knows better
-        split = "" if redraw else _split_of(cells.get("split", of_name), str(table.path))
+        split = _split_of(cells.get("split", of_name), str(table.path))
         with_cells = replace(
             item,
             patient=item.patient or str(patient_id(cells.get("patient", ""))),
