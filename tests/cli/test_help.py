@@ -105,10 +105,11 @@ def test_processes_of_a_command_import_nothing_from_the_working_directory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It may be a folder that somebody else has filled, such as results that were fetched."""
-    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(sys, "argv", ["medflare", "--version"])
     with pytest.raises(SystemExit):
-        main(["--version"])
-    assert os.environ["PYTHONSAFEPATH"] == "1"
+        main()
+    assert os.environ["PYTHONSAFEPATH"] == "1" and "GOMP_SPINCOUNT" in os.environ
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:

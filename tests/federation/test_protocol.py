@@ -31,7 +31,7 @@ from medflare.federation.protocol import (
 )
 from medflare.federation.settings import ENROL, FINALIZE
 from medflare.methods.catalogue import get_method, method_names
-from medflare.methods.parts.reply_metadata import MEASURED
+from medflare.methods.parts.measured import MEASURED
 from methods import squares
 
 INVITATION = {"role": "inside", "sites": ["A", "B", "C"]}

@@ -79,10 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # its encoding may lack letters of names
-    # Processes that this one starts import nothing from the working directory (Python 3.11 or
-    # later): it may be a folder that somebody else has filled.
-    os.environ.setdefault("PYTHONSAFEPATH", "1")
-    limit_spinning(os.environ)
+    if arguments is None:  # the command itself, not a call from a program
+        # Its processes import nothing from the working directory (Python 3.11 or later): it may be
+        # a folder that somebody else has filled.
+        os.environ.setdefault("PYTHONSAFEPATH", "1")
+        limit_spinning(os.environ)
     end_quickly()
     print_lines()
     try:

@@ -33,7 +33,7 @@ from medflare.federation.settings import ENROL, step_name
 from medflare.methods.aggregation import capped
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.method import Method
-from medflare.methods.parts.reply_metadata import N_SAMPLES
+from medflare.methods.parts.measured import N_SAMPLES
 from medflare.tasks.config import TaskConfig
 
 _COMPARED = ("torch", "monai")  # by a warning alone

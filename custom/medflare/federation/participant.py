@@ -70,7 +70,7 @@ from medflare.inference.deployed import plain_message
 from medflare.methods.base import SiteAlgorithm
 from medflare.methods.fedavg.site import MODEL
 from medflare.methods.method import Method
-from medflare.methods.parts.reply_metadata import LOSS
+from medflare.methods.parts.measured import LOSS
 from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
 from medflare.training.site import Site

@@ -21,7 +21,7 @@ from medflare.federation.step_errors import described
 from medflare.methods.base import Plan, ServerAlgorithm, ServerContext, Step
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.method import Method
-from medflare.methods.parts.reply_metadata import LOSS, N_SAMPLES, VALIDATION
+from medflare.methods.parts.measured import LOSS, N_SAMPLES, VALIDATION
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 

@@ -53,7 +53,7 @@ from medflare.federation.update_validation.updates import (
 )
 from medflare.methods.aggregation import capped
 from medflare.methods.base import ServerAlgorithm, Step
-from medflare.methods.parts.reply_metadata import N_SAMPLES, VALIDATION
+from medflare.methods.parts.measured import N_SAMPLES, VALIDATION
 from medflare.methods.parts.selection import FEW_IMAGES, images_behind, plateau
 
 _REPEATS = 1  # how often a step with too few usable replies is repeated before the run fails

@@ -52,9 +52,9 @@ if TYPE_CHECKING:
         trained_model,
     )
     from medflare.methods.method import Method
+    from medflare.methods.parts.measured import LOSS, MEASURED, N_SAMPLES, VALIDATION
     from medflare.methods.parts.partial import LocalPart
     from medflare.methods.parts.proximal import proximal_term
-    from medflare.methods.parts.reply_metadata import LOSS, MEASURED, N_SAMPLES, VALIDATION
     from medflare.methods.parts.selection import Best, ModelSelector
     from medflare.networks.catalogue import feature_width
     from medflare.networks.features import FeatureNetwork, copied_state

@@ -14,7 +14,7 @@ from medflare.core.errors import ConfigError, UpdateError
 from medflare.core.message import Message
 from medflare.core.specs import TensorSpec
 from medflare.core.states import StateDict, States, weighted_mean
-from medflare.methods.parts.reply_metadata import N_SAMPLES
+from medflare.methods.parts.measured import N_SAMPLES
 from medflare.methods.parts.robust import RobustLimits, combined
 from medflare.tasks.config import TaskConfig
 

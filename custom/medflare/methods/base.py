@@ -23,7 +23,7 @@ from medflare.core.specs import Manifest, MetaSpec, TensorSpec
 from medflare.core.states import StateDict
 from medflare.core.text import Json, JsonDict
 from medflare.methods.aggregation import Aggregation, NoAggregation
-from medflare.methods.parts.reply_metadata import LOSS, N_SAMPLES, VALIDATION
+from medflare.methods.parts.measured import LOSS, N_SAMPLES, VALIDATION
 from medflare.methods.parts.selection import ModelSelector, Selection
 from medflare.networks.catalogue import initial_network, meta_network
 from medflare.networks.features import FeatureNetwork, copied_state

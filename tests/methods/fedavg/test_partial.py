@@ -16,8 +16,8 @@ from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.fedavg.partial import PartialSite
 from medflare.methods.fedavg.site import MODEL, FedAvgSiteHyper
 from medflare.methods.feddag.sha import SHAServer
+from medflare.methods.parts.measured import MEASURED
 from medflare.methods.parts.partial import LocalPart
-from medflare.methods.parts.reply_metadata import MEASURED
 from medflare.methods.prr.server import PRRServer
 from medflare.methods.prr.site import PRRSite
 from medflare.tasks.config import TaskConfig

@@ -32,7 +32,7 @@ from medflare.federation.protocol import (
 from medflare.federation.update_validation import clipping
 from medflare.federation.update_validation.drift import DriftMemory, ImageCounts, Reasons, Sketches
 from medflare.methods.base import ServerContext, Step
-from medflare.methods.parts.reply_metadata import N_SAMPLES, VALIDATION
+from medflare.methods.parts.measured import N_SAMPLES, VALIDATION
 
 T = TypeVar("T")
 _USUAL_LIMIT = 10.0  # times the median length of the others' updates

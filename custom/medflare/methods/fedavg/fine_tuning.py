@@ -8,7 +8,7 @@ from medflare.core.phases import phase
 from medflare.core.settings import strict_dataclass
 from medflare.methods.fedavg.personal import PersonalSite
 from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, FedAvgSiteHyper, delivered
-from medflare.methods.parts.reply_metadata import MEASURED
+from medflare.methods.parts.measured import MEASURED
 from medflare.networks.features import copied_state
 from medflare.training.epochs import train_epochs
 

@@ -19,8 +19,8 @@ from medflare.core.states import StateDict
 from medflare.methods.base import PersistentState, Plan
 from medflare.methods.fedavg.personal import PersonalSite
 from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, F, received
+from medflare.methods.parts.measured import MEASURED, VALIDATION
 from medflare.methods.parts.partial import LocalPart
-from medflare.methods.parts.reply_metadata import MEASURED, VALIDATION
 from medflare.networks.catalogue import meta_network
 from medflare.networks.features import copied_state
 from medflare.tasks.config import TaskConfig

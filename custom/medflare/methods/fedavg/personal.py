@@ -6,7 +6,7 @@ from medflare.core.message import FinalModels, Message
 from medflare.core.states import StateDict
 from medflare.methods.base import Plan, SiteAlgorithm
 from medflare.methods.fedavg.site import F, FedAvgSite, delivered, trained_model
-from medflare.methods.parts.reply_metadata import VALIDATION
+from medflare.methods.parts.measured import VALIDATION
 from medflare.methods.parts.selection import Best, Selection
 from medflare.training.site import Site
 

@@ -19,8 +19,8 @@ from medflare.core.specs import MetaSpec, TensorSpec, count
 from medflare.core.states import StateDict
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import Plan, SiteAlgorithm, SiteHyper
+from medflare.methods.parts.measured import MEASURED
 from medflare.methods.parts.partial import LocalPart
-from medflare.methods.parts.reply_metadata import MEASURED
 from medflare.networks.features import FeatureNetwork, copied_state
 from medflare.privacy.rounds import PrivacyCost, privacy_cost, train_privately
 from medflare.privacy.settings import PrivacyHyper, check_private, check_private_site, is_private

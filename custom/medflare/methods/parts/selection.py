@@ -16,7 +16,7 @@ from pydantic import BeforeValidator
 
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
-from medflare.methods.parts.reply_metadata import N_SAMPLES, VALIDATION
+from medflare.methods.parts.measured import N_SAMPLES, VALIDATION
 
 # Validation images: with fewer, one image decides more than the difference between rounds.
 FEW_IMAGES = 10
