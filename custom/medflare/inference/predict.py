@@ -82,9 +82,8 @@ class Prediction:
 
     prepared: PreparedImage
     probabilities: Tensor  # (S, outputs, ...) on the network's grid, or (S, outputs)
-    predicted_by: tuple[
-        str, ...
-    ]  # for a super model, the network of each picture or slice; else ""
+    # For a super model, the network of each picture or slice; else "".
+    predicted_by: tuple[str, ...]
 
 
 @dataclass
