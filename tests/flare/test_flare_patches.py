@@ -679,6 +679,8 @@ def test_flare_source_waits_for_seconds_between_two_looks() -> None:
     assert "time.sleep(1.0)" in source and "time.sleep(interval)" in source
     assert "time.sleep(0.5)" in inspect.getsource(client_runner.ClientRunner.init_run)
     assert "time.sleep(shutdown_grace_time)" in inspect.getsource(mpm.MainProcessMonitor)
+    source = inspect.getsource(FederatedServer.start_run)
+    assert "time.sleep(self.check_engine_frequency)" in source  # see `end_soon`
 
 
 def test_the_simulator_looks_ten_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.components import authorize, settings_of, task_content
 from medflare.flare.flare_patches import (
     connect_sites_by_files,
+    end_soon,
     keep_ports_apart,
     look_often,
     share_cleanup_thread,
@@ -115,6 +116,7 @@ class MedflareController(Controller):
             for topic in (ALIVE, WORK):
                 engine.register_aux_message_handler(topic, self._on_message)
             if isinstance(engine, SimulatorServerEngine):
+                end_soon(engine.server)
                 self._start_host(fl_ctx)
         elif event_type == InfoCollector.EVENT_TYPE_GET_STATS:
             collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Client, Connection
 from pathlib import Path, PurePath
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nvflare.apis.fl_context import FLContext
 from nvflare.fuel.f3 import mpm
@@ -24,6 +24,9 @@ from nvflare.fuel.utils.config_factory import ConfigFactory
 from nvflare.private.fed.app import default_app_validator
 
 from medflare.flare import simulator_site
+
+if TYPE_CHECKING:
+    from nvflare.private.fed.server.fed_server import FederatedServer
 
 _SIMULATOR = "nvflare.private.fed.app.simulator.simulator_runner"
 # Above services, below the ports that systems hand out (Linux: from 32768).
@@ -163,6 +166,11 @@ def look_often() -> None:
     if runner:
         runner.time = simulator_site.Clock  # type: ignore[attr-defined]
         mpm.time = simulator_site.Clock
+
+
+def end_soon(server: "FederatedServer") -> None:
+    """Have a simulator's server look every 0.3 s, in place of 3 s, whether its job has ended."""
+    server.check_engine_frequency = 0.3
 
 
 def connect_sites_by_files() -> None:
