@@ -227,12 +227,20 @@ def _on_meta(build: Callable[[], nn.Module]) -> Any:
     """The network on the meta device; some of MONAI's read their own numbers while they are built,
     and are moved there afterwards.
     """
+    network = _without_memory(build)
+    if network is not None:
+        return network
+    with seeded(0, "shapes"):
+        return build().to("meta")
+
+
+def _without_memory(build: Callable[[], nn.Module]) -> nn.Module | None:
+    """The network, built on the meta device; None if that fails."""
     try:
         with torch.device("meta"):
             return build()
     except (ConfigError, RuntimeError):
-        with seeded(0, "shapes"):
-            return build().to("meta")
+        return None
 
 
 def task_network(
@@ -257,12 +265,7 @@ def meta_network(
 
 def builds_on_meta(task: TaskConfig) -> bool:
     """Whether `meta_network` takes no memory for the task's network, not even to fail."""
-    try:
-        with torch.device("meta"):
-            task_network(task)
-    except (ConfigError, RuntimeError):
-        return False
-    return True
+    return _without_memory(partial(task_network, task)) is not None
 
 
 @torch.no_grad()
