@@ -198,17 +198,23 @@ def test_a_range_is_of_the_training_images() -> None:
     assert event["site"] == "B" and "more images than it trains on" in event["message"]
 
 
-def test_a_range_far_beyond_the_others_is_named() -> None:
+@pytest.mark.parametrize("joins", [0, 1])
+def test_a_range_far_beyond_the_others_is_named_once(joins: int) -> None:
+    """Also if the site joins later."""
     answers = {}
     for site, span in (("A", 1.0), ("B", 1e300), ("C", 2.0)):
         sides = [[16.0, 16.0], [16.0, 16.0]]
         trained_on = {"images": 7, "sides": sides, "spacing": None, "extent": None}
         trained_on |= {"coloured": [False], "medians": [[0.0], [1.0]], "contrasts": [[0.0], [span]]}
         answers[site] = Answer(Message({}, {**COUNTS, "trained_on": trained_on}))
-    admission = enrolment(Sites({0: "ABC"}, answers))
+    present = {0: "AC" if joins else "ABC", 1: "ABC", 2: "ABC"}
+    admission = enrolment(Sites(present, answers))
     admission.open(2)
+    for round in (1, 2):
+        admission.members(Step("train", round))
     (event,) = admission.context.events.of("warning")
-    assert event["site"] == "B" and "up to 1e+300, those of the others up to 2;" in event["message"]
+    assert (event["site"], event["round"]) == ("B", joins)
+    assert "up to 1e+300, those of the others up to 2;" in event["message"]
 
 
 def test_counts_by_class_are_of_the_training_images() -> None:

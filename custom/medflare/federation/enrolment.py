@@ -5,7 +5,7 @@ A site that cannot take part ends the run, a late one joins.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
 from medflare.core.packages import CODE, versions
 from medflare.core.text import Json, JsonDict
-from medflare.data.acquisition import far_beyond, joined_range, read_range
+from medflare.data.acquisition import TrainedOn, far_beyond, joined_range, read_range
 from medflare.evaluation.results import shares, versions_of_run
 from medflare.federation.exchange import Answer, Transport
 from medflare.federation.protocol import (
@@ -102,13 +102,7 @@ class Enrolment:
                 f"start or correct the other sites, or lower min_sites{listed}"
             )
         self._weigh(0)
-        ranges = {}
-        for site, meta in sorted(self.enrolled.items()):
-            if RANGE.name in meta:
-                ranges[site] = read_range(meta[RANGE.name])
-        for site, note in far_beyond(ranges).items():
-            text = f"{note}; `predict` takes images of this whole range for usual ones"
-            self.context.events.add("warning", text, site, 0)
+        self._note_ranges(self.enrolled, 0)
         everyone = {*self.context.sites, *self.context.outside}
         for site in sorted(everyone - self.enrolled.keys() - problems.keys()):
             self.context.events.add(
@@ -125,6 +119,7 @@ class Enrolment:
             events.add("joined", f"joined in round {step.round + 1}", site, step.round)
         if joined:
             self._weigh(step.round)
+            self._note_ranges(joined, step.round)
         present = self.transport.exchange.present(step.round)
         for site in self.inside:
             if site not in present:
@@ -225,6 +220,13 @@ class Enrolment:
             return f"class_counts has {count}, more than its {images} training images can have"
         return ""
 
+    def _note_ranges(self, sites: Collection[str], round: int) -> None:
+        """Warn of the images of new sites that are far beyond those of all others."""
+        for site, note in far_beyond(_ranges(self.enrolled)).items():
+            if site in sites:
+                text = f"{note}; `predict` takes images of this whole range for usual ones"
+                self.context.events.add("warning", text, site, round)
+
     def _weigh(self, round: int) -> None:
         """Limit the weight of sites, and warn if one has more than half of all training images.
 
@@ -282,9 +284,17 @@ def trained_on(enrolled: Mapping[str, Json]) -> JsonDict | None:
 
     None if no site does.
     """
-    metas = [meta for _, meta in sorted(enrolled.items()) if RANGE.name in meta]
-    total = joined_range([read_range(meta[RANGE.name]) for meta in metas])
+    total = joined_range(list(_ranges(enrolled).values()))
     return None if total is None else total.to_dict()
+
+
+def _ranges(enrolled: Mapping[str, Json]) -> dict[str, TrainedOn]:
+    """Site -> the range of its training images, of the sites that report theirs, sorted."""
+    ranges = {}
+    for site, meta in sorted(enrolled.items()):
+        if RANGE.name in meta:
+            ranges[site] = read_range(meta[RANGE.name])
+    return ranges
 
 
 def reported_class_shares(enrolled: Mapping[str, Json]) -> list[float] | None:
