@@ -85,6 +85,15 @@ def clean_labels(site: str, rng: Rng) -> Iterable[Photograph]:
         yield _photograph(name, split, light + _grating(rng, label, noise=0.6), label)
 
 
+def contrary_labels(site: str, rng: Rng) -> Iterable[Photograph]:
+    """`clean_labels` in which each site gives the three directions other names: a model of all
+    sites' images is of no use.
+    """
+    shift = "ABC".index(site)
+    for image in clean_labels(site, rng):
+        yield image._replace(grade=(image.grade + shift) % 3)
+
+
 def noisy_sites(site: str, rng: Rng) -> Iterable[Photograph]:
     """Gratings of three directions; training labels of D and E are random."""
     for split, name in _names(training=48, validation=18, test=60):
@@ -116,6 +125,7 @@ FEDERATIONS = {
     "mechanisms/two_disks": (two_disks, "ABCWXYZ"),
     "mechanisms/wrong_labels": (wrong_labels, "ABC"),
     "mechanisms/clean_labels": (clean_labels, "ABC"),
+    "mechanisms/contrary_labels": (contrary_labels, "ABC"),
     "mechanisms/noisy_sites": (noisy_sites, "ABCDEX"),
     "mechanisms/shifted_light": (shifted_light, "ABCXY"),
 }

@@ -43,6 +43,7 @@ Embedded = Literal[
     "mechanisms/two_disks",
     "mechanisms/wrong_labels",
     "mechanisms/clean_labels",
+    "mechanisms/contrary_labels",
     "mechanisms/noisy_sites",
     "mechanisms/shifted_light",
 ]
