@@ -17,6 +17,7 @@ from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
@@ -44,10 +45,11 @@ from nvflare.fuel.f3.streaming.stream_const import StreamDataType, StreamHeaderK
 from nvflare.fuel.f3.streaming.stream_types import BlobSizeError
 from nvflare.fuel.hci.client.file_transfer import FileTransferModule
 from nvflare.fuel.hci.server.hci import AdminServer
-from nvflare.fuel.utils import zip_utils
+from nvflare.fuel.utils import fobs, zip_utils
 from nvflare.fuel.utils.config_factory import ConfigFactory
 from nvflare.fuel.utils.config_service import ConfigService
-from nvflare.fuel.utils.fobs import FOBSContextKey
+from nvflare.fuel.utils.fobs import FOBSContextKey, lobs
+from nvflare.fuel.utils.fobs.datum import Datum, DatumManager
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 from nvflare.private.admin_defs import Message as AdminMessage
 from nvflare.private.defs import CellMessageHeaderKeys, RequestHeader, new_cell_message
@@ -77,6 +79,7 @@ from medflare.flare.other_parties import (
     authorize_before_deployment,
     bound_arrays,
     bound_files,
+    bound_messages,
     bound_streams,
     connect_nowhere_else,
     keep_downloads_inside,
@@ -304,7 +307,7 @@ def surviving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AdminServer, "_process_upload", lambda *words: "uploaded")
     fetch = "_download_from_remote_cell"
     monkeypatch.setattr(ViaDownloaderDecomposer, fetch, lambda *words: "done")
-    for change in (survive_messages, bound_streams, bound_arrays, bound_files):
+    for change in (survive_messages, bound_messages, bound_streams, bound_arrays, bound_files):
         change()
 
 
@@ -419,6 +422,32 @@ def test_a_persons_streams_count_by_the_certificate() -> None:
 
     half = [True] * other_parties._STREAMS + [False] * other_parties._STREAMS
     assert parts("member@one.org") == parts("member@two.org") == half
+
+
+@pytest.mark.usefixtures("surviving")
+def test_a_message_has_few_objects_and_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table of one byte takes 64, and FLARE writes a file to where a link in its folder leads."""
+    sent = Shareable({"numbers": [*range(1000)], "weights": b"w" * 2**24, "text": "ε" * 2**24})
+    assert fobs.loads(fobs.dumps(sent)) == sent
+    monkeypatch.setattr(other_parties, "_OBJECTS", 100)
+    listed: list[Any] = [[{}] * 101, [[{}] * 60] * 2, {number: {} for number in range(101)}]
+    for many in listed:
+        with pytest.raises(ValueError, match=r"more than 100 objects|exceeds max"):
+            fobs.loads(fobs.dumps(many))
+
+    monkeypatch.setenv("NVFLARE_DATUM_DIR", str(tmp_path))
+    sent_file = tmp_path / "sent"
+    sent_file.write_bytes(b"{}")
+    message = BytesIO()
+    with patch.object(
+        DatumManager, "get_datums", lambda _: {str(uuid.uuid4()): Datum.file_datum(str(sent_file))}
+    ):
+        lobs.dump_to_stream({}, message)
+    with pytest.raises(ValueError, match="a file"):
+        fobs.loads(message.getvalue())
+    assert [*tmp_path.iterdir()] == [sent_file]
 
 
 @pytest.mark.usefixtures("surviving")

@@ -34,7 +34,7 @@ from nvflare.fuel.hci.server.hci import AdminServer
 from nvflare.fuel.sec.audit import Auditor
 from nvflare.fuel.utils import zip_utils
 from nvflare.fuel.utils.admin_name_utils import is_valid_admin_client_name
-from nvflare.fuel.utils.fobs import FOBSContextKey
+from nvflare.fuel.utils.fobs import FOBSContextKey, fobs, lobs
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 from nvflare.private.admin_defs import error_reply
 from nvflare.private.defs import (
@@ -69,6 +69,7 @@ _CHANNEL_AND_TOPIC = (
 _STREAMS = 16
 _STREAM_BYTES = 2**32  # also of arrays of one kind in a message
 _OUT_OF_ORDER_BYTES = 2**28  # FLARE sends 64 MiB of a stream ahead
+_OBJECTS = 2**20  # in the lists and tables of a message; one byte can be a table of 64
 _FETCHED = 2  # messages with arrays; a site sends one at a time
 _JOB_BYTES = 2**26  # unpacked, which FLARE holds once for each site
 _UPLOADS = 8  # at once
@@ -86,6 +87,7 @@ def protect_from_other_parties() -> None:
     obey_the_server_alone()
     authorize_before_deployment()
     survive_messages()
+    bound_messages()
     bound_streams()
     bound_arrays()
     bound_files()
@@ -216,6 +218,43 @@ def survive_messages() -> None:
     cell.decode_payload = decoded
     cell._is_server_job_cell = lambda info: False  # whose process FLARE would end
     ServerRunner.ABORT_RETURN_CODES = []
+
+
+@cache
+def bound_messages() -> None:
+    """Have FLARE decode a bounded number of objects in a message, and no file, in this process: it
+    writes a file where a link in a folder of known name leads to, and keeps it.
+    """
+
+    def decoded(content: bytes, manager: Any) -> Any:
+        """As `fobs.deserialize`, which has no limits."""
+        fobs._register_decomposers()
+        packer = fobs.Packer(manager)
+        objects = 0
+
+        def counted(values: Any) -> Any:
+            nonlocal objects
+            objects += len(values)
+            if objects > _OBJECTS:
+                raise ValueError(f"more than {_OBJECTS} objects")
+            return values
+
+        result = fobs.msgpack.unpackb(
+            content,
+            strict_map_key=False,
+            object_hook=lambda table: packer.unpack(counted(table)),
+            list_hook=counted,
+            max_array_len=_OBJECTS,
+            max_map_len=_OBJECTS,
+        )
+        manager.post_process()
+        return result
+
+    def refuse_file() -> str:
+        raise ValueError("a file")
+
+    lobs.deserialize = decoded
+    lobs.get_datum_dir = refuse_file
 
 
 @cache
