@@ -40,10 +40,11 @@ def test_what_processes_start_with_is_light(code: str) -> None:
         ),
         ({"rounds": -1}, "rounds"),
         (
-            {"sites": "clinic1"},
-            r"sites = 'clinic1': give a list of site names, for example \['clinic1'\]",
+            {"sites": "clinic1,clinic2"},
+            r"sites = 'clinic1,clinic2': give a list of site names, such as \['clinic1', 'clinic2'\]",
         ),
         ({"sites": 0}, "name at least one site"),
+        ({"lr": 0.1}, r"setting of the task; did you mean task\.optimizer\.lr\?"),
     ],
 )
 def test_mistakes_of_the_first_minutes(settings: dict[str, Any], reason: str) -> None:

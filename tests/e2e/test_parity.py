@@ -9,10 +9,12 @@ import pytest
 
 from e2e.simulation import END_TO_END, ROOT, Simulate, Simulation, edit, importing
 from helpers.final_models import same_weights
+from helpers.small_tasks import tiny_phantom
 from helpers.volume_sites import PATCHES, make_sites
 from medflare import run_local
 from medflare.evaluation.results import load_results
 from medflare.flare.jobs.building import build_job
+from medflare.methods.catalogue import get_method, method_names
 
 pytestmark = END_TO_END
 
@@ -22,6 +24,7 @@ SMALL_CNN = {"name": "small_cnn", "channels": [4, 8], "batch_norm": True}
 SMALL_PATCHES = {**PATCHES, "intensity": {"name": "NormalizeIntensity"}}
 GRADES = "grades"
 VOLUMES = "volumes"  # patches are drawn at the sites, whole volumes are scored
+STRUCTURES = "structures"
 
 
 class Case(NamedTuple):
@@ -40,7 +43,12 @@ class Case(NamedTuple):
 
     def settings(self, tiny_task: dict[str, Any]) -> dict[str, Any]:
         """What `build_job` and `run_local` take."""
-        task = SMALL_PATCHES if self.task == VOLUMES else {**tiny_task, "network": SMALL_CNN}
+        tasks = {
+            GRADES: {**tiny_task, "network": SMALL_CNN},
+            STRUCTURES: tiny_phantom(),
+            VOLUMES: SMALL_PATCHES,
+        }
+        task = tasks[self.task]
         outside = self.sites[self.inside :]
         return {"task": task, "rounds": self.rounds, "seed": 5, "outside": outside}
 
@@ -61,6 +69,19 @@ CASES = {  # fedavg: see the method of another distribution below; fedsm: the sh
     "ifca": Case(GRADES, 2, 0, hyper={"clusters": 2}),
     "fed_gaussian": Case(GRADES, 2, 0),
 }
+
+
+def other_cases() -> dict[str, Case]:
+    """The other methods of the catalogue."""
+    cases = {}
+    for name in sorted({*method_names()} - {*CASES}):
+        task = STRUCTURES if name == "condist" else GRADES
+        hyper = {"selector_rounds": 2} if name == "fedsm_extra" else {}
+        cases[name] = Case(task, 2, int(get_method(name).outside), hyper=hyper)
+    return cases
+
+
+OTHER_CASES = other_cases()
 
 
 def assert_equal_to_local(simulation: Simulation, local: Path, sites: tuple[str, ...]) -> None:
@@ -87,11 +108,13 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_sites(tmp_path_factory.mktemp("volumes"), SITES)
 
 
-@pytest.mark.parametrize("method", CASES)
+@pytest.mark.parametrize(
+    "method", [*CASES, *(pytest.param(name, marks=pytest.mark.weekly) for name in OTHER_CASES)]
+)
 def test_engines_end_in_the_same_weights(
     method: str, simulate: Simulate, tiny_task: dict[str, Any], volumes: Path, tmp_path: Path
 ) -> None:
-    case = CASES[method]
+    case = {**CASES, **OTHER_CASES}[method]
     root = volumes if case.task == VOLUMES else None
     job = build_job(
         method, **case.settings(tiny_task), hyper=dict(case.hyper), out=tmp_path / "job"

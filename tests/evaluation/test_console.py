@@ -131,6 +131,11 @@ def test_show_results_returns_whether_the_run_completed(
     assert capsys.readouterr().out.endswith(
         f"report: {(tmp_path / 'good' / 'medflare' / 'report.html').resolve()}\n"
     )
+    model = tmp_path / "good" / "medflare" / "sites" / "A" / "deployed"
+    model.mkdir(parents=True)
+    show_results(tmp_path / "good")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"next: medflare predict {model} IMAGES --out predictions"
     write_results(tmp_path / "bad" / "medflare", dataclasses.replace(record, reason="no data"))
     assert show_results(tmp_path / "bad") is False
     with pytest.raises(StateError):

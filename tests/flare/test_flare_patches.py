@@ -17,7 +17,7 @@ from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
@@ -44,6 +44,7 @@ from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.stream_const import StreamDataType, StreamHeaderKey
 from nvflare.fuel.f3.streaming.stream_types import BlobSizeError
 from nvflare.fuel.hci.client.file_transfer import FileTransferModule
+from nvflare.fuel.hci.server import hci
 from nvflare.fuel.hci.server.hci import AdminServer
 from nvflare.fuel.utils import fobs, zip_utils
 from nvflare.fuel.utils.config_factory import ConfigFactory
@@ -425,7 +426,7 @@ def test_a_persons_streams_count_by_the_certificate() -> None:
 
 
 @pytest.mark.usefixtures("surviving")
-def test_a_message_has_few_objects_and_no_file(
+def test_messages_and_commands_are_bounded_and_hold_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A table of one byte takes 64, and FLARE writes a file to where a link in its folder leads."""
@@ -436,6 +437,12 @@ def test_a_message_has_few_objects_and_no_file(
     for many in listed:
         with pytest.raises(ValueError, match=r"more than 100 objects|exceeds max"):
             fobs.loads(fobs.dumps(many))
+
+    commands: list[str] = []
+    monkeypatch.setattr(hci, "validate_proto", commands.append)
+    for command in ("check_status", "x" * 2_000_000):
+        AdminServer._create_conn(MagicMock(), command)
+    assert commands == ["check_status", ""]
 
     monkeypatch.setenv("NVFLARE_DATUM_DIR", str(tmp_path))
     sent_file = tmp_path / "sent"

@@ -89,6 +89,19 @@ def test_a_stored_model_is_the_delivered_one(tmp_path: Path, message: Message) -
     )
 
 
+def test_a_wrong_folder_is_answered_with_one_that_holds_a_model(
+    tmp_path: Path, message: Message
+) -> None:
+    folder = tmp_path / "runs" / "fedavg-lung-seed0" / "models" / "global"
+    save_model(folder, TASK, message, {"method": "fedavg"})
+    for wrong, problem in (
+        (tmp_path / "runs" / "fedavg-Lung-seed0" / "models", "there is no such folder"),
+        (tmp_path / "runs" / "fedavg-lung-seed0", "no delivered model here"),
+    ):
+        with pytest.raises(StateError, match=f"{problem}.*for example {folder}"):
+            load_model(wrong)
+
+
 def test_other_kinds_are_built_by_the_given_builder(tmp_path: Path) -> None:
     save_model(
         tmp_path, TASK, Message({"scale": {"by": torch.tensor(2.0)}}, {"kind": "doubled"}), {}

@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,24 +195,8 @@ def hyper_and_task(
             build_deployed(task, message)  # raises if the model does not fit
     elif model is not None:
         starting_state(task, 0, federation.model)  # as well
-    _refuse_settings_of_the_task(hyper.keys() - owned, method.name, task)
+    method.refuse_settings(hyper, task)
     return split_hyper(hyper, method.hyper_classes, method.name), task
-
-
-def _refuse_settings_of_the_task(names: Iterable[str], method: str, task: "TaskConfig") -> None:
-    """Raise ConfigError for a setting of the task, or the end of its name, without `task.`."""
-    settings = []
-    for setting, value in task.to_dict().items():
-        settings.append(setting)
-        if isinstance(value, dict):
-            settings += [f"{setting}.{inner}" for inner in value]
-    for name in sorted(names):
-        for setting in settings:
-            if f".{setting}".endswith(f".{name}"):
-                raise ConfigError(
-                    f"{name} is not a hyper-parameter of {method} but a setting of the task; "
-                    f"did you mean {options.TASK}{setting}?"
-                )
 
 
 def task_changes(values: Json, **short: Any) -> JsonDict:

@@ -4,6 +4,7 @@ Plain text in a log file, colour on a terminal.
 """
 
 import io
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -160,12 +161,18 @@ def _method_table(title: str, rows: Mapping[str, Json]) -> "Table":
 
 
 def show_results(path: Path) -> bool:
-    """Print the results at `path`, see `load_results`, and the path of the report; True if the run
-    completed.
+    """Print the results at `path`, see `load_results`, the path of the report, and how to use the
+    model; True if the run completed.
     """
     results = load_results(path)
     print_results(results, sys.stdout)
-    report = find_results(path).with_name(REPORT_FILE)
+    folder = find_results(path).parent
+    report = folder / REPORT_FILE
     if report.is_file():
         sys.stdout.write(f"report: {printable(str(report.resolve()))}\n")
+    models = sorted(folder.glob("sites/*/deployed"))
+    usable = all(finding.kind not in UNUSABLE for finding in findings_of(results))
+    if models and usable:
+        model = printable(shlex.quote(str(models[0])))
+        sys.stdout.write(f"next: medflare predict {model} IMAGES --out predictions\n")
     return results["status"] == COMPLETED

@@ -70,6 +70,7 @@ _STREAMS = 16
 _STREAM_BYTES = 2**32  # also of arrays of one kind in a message
 _OUT_OF_ORDER_BYTES = 2**28  # FLARE sends 64 MiB of a stream ahead
 _OBJECTS = 2**20  # in the lists and tables of a message; one byte can be a table of 64
+_COMMAND_CHARACTERS = 2**20  # of a console's command
 _FETCHED = 2  # messages with arrays; a site sends one at a time
 _JOB_BYTES = 2**26  # unpacked, which FLARE holds once for each site
 _UPLOADS = 8  # at once
@@ -253,6 +254,15 @@ def bound_messages() -> None:
     def refuse_file() -> str:
         raise ValueError("a file")
 
+    connect = AdminServer._create_conn
+
+    def connected(server: AdminServer, command: str, *words: Any) -> Any:
+        if len(command) > _COMMAND_CHARACTERS:
+            _LOG.warning(f"refused: a command of {len(command)} characters")
+            command = ""  # which is invalid
+        return connect(server, command, *words)
+
+    AdminServer._create_conn = connected
     lobs.deserialize = decoded
     lobs.get_datum_dir = refuse_file
 

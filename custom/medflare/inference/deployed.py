@@ -231,12 +231,15 @@ def load_model(
     missing = [name for name in (WEIGHTS_FILE, CARD_FILE) if not (folder / name).is_file()]
     if missing:
         remedy = "give the folder that holds both files"
-        cards_below = sorted(folder.glob(f"*/**/{CARD_FILE}"))
+        problem = f"no delivered model here ({' and '.join(missing)} missing)"
+        above = folder
+        while not above.exists():
+            problem = "there is no such folder"
+            above = above.parent
+        cards_below = sorted(above.glob(f"*/**/{CARD_FILE}")) if above.name else []
         if cards_below:
             remedy += f", for example {cards_below[0].parent}"
-        raise StateError(
-            f"{folder}: no delivered model here ({' and '.join(missing)} missing); {remedy}"
-        )
+        raise StateError(f"{folder}: {problem}; {remedy}")
     try:
         card = json.loads(card_file.read_text())
         schema = card["schema"]

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from medflare.core.errors import ConfigError
-from medflare.core.hyper import SplitHyper, build_hyper, plain, split_hyper
+from medflare.core.hyper import SplitHyper, build_hyper, described, plain, split_hyper
 from medflare.core.text import Json
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class Method:
         that does not go with them.
         """
         self._check_pair()
+        if task is not None:
+            self.refuse_settings(values, task)
         site, server = self.built(values)
         if task is None:
             return
@@ -101,6 +103,24 @@ class Method:
         if not self.site_class.accumulates:
             self._check_steps(task)
         self.site_class.check(task, site, server)
+
+    def refuse_settings(self, values: Json, task: "TaskConfig") -> None:
+        """Raises ConfigError for a setting of the task, or the end of its name, among the
+        hyper-parameters.
+        """
+        known = {name for owner in self.hyper_classes.values() for name in described(owner)}
+        settings = []
+        for setting, value in task.to_dict().items():
+            settings.append(setting)
+            if isinstance(value, dict):
+                settings += [f"{setting}.{inner}" for inner in value]
+        for name in sorted(values.keys() - known):
+            for setting in settings:
+                if f".{setting}".endswith(f".{name}"):
+                    raise ConfigError(
+                        f"{name} is not a hyper-parameter of {self.name} but a setting of the "
+                        f"task; did you mean task.{setting}?"
+                    )
 
     def _check_freeze(self, task: "TaskConfig", network: "nn.Module") -> None:
         from medflare.methods.parts.partial import LocalPart

@@ -52,6 +52,13 @@ def test_committed_job_is_not_stale(method: str, tmp_path: Path) -> None:
     assert not different, remedy
 
 
+def test_a_task_may_have_any_name(tmp_path: Path) -> None:
+    task = {**load_task("phantom").to_dict(), "name": "Böse Bilder"}
+    build_job("fedavg", task, rounds=1, seed=0, out=tmp_path / "job")
+    meta = json.loads((tmp_path / "job" / "meta.json").read_text())
+    assert meta["name"] == "fedavg-B_se_Bilder"
+
+
 def test_settings_reach_the_components(tmp_path: Path) -> None:
     settings = {
         "rounds": 20,

@@ -89,8 +89,8 @@ def run_local(
         server_algorithm: method whose server algorithm replaces that of `method`.
         absent: round -> sites that cannot be reached in it.
         opener: (name, role) -> site, for data from elsewhere than `data_root`.
-        out: folder for results.json, report.html, models and the sites' folders; None: nothing is
-            written.
+        out: folder for results.json, report.html, models and the sites' folders, in place of those
+            of an earlier run; None: nothing is written.
         resume: continue an interrupted run in `out`; everything else must be as before.
         workers: how many sites train at the same time, each in a process with OMP_NUM_THREADS
             threads (default 1); any number gives the same models. None: one after the other in this
@@ -231,9 +231,8 @@ def _check_machine(device: str | None, workers: int | None) -> None:
 def _listed(names: Iterable[str], setting: str) -> list[str]:
     """The names of sites, which are names of folders, too."""
     if isinstance(names, str):
-        raise ConfigError(
-            f"{setting} = {names!r}: give a list of site names, for example [{names!r}]"
-        )
+        example = [name.strip() for name in names.split(",")]
+        raise ConfigError(f"{setting} = {names!r}: give a list of site names, such as {example}")
     listed = list(names)
     for name in listed:
         check_site_name(name)

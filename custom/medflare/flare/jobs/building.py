@@ -5,6 +5,7 @@ A job is configuration only; the code is installed at the sites, or a copy of it
 
 import json
 import math
+import re
 import shutil
 import tempfile
 from dataclasses import KW_ONLY, field, fields
@@ -104,6 +105,7 @@ class JobSettings(RunSettings):
             )
 
 
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]")  # of FLARE's jobs
 JOB_SETTINGS = tuple(item.name for item in fields(JobSettings))
 
 
@@ -124,7 +126,7 @@ class FederationJob(FedJob):
         hyper = method.effective(settings.hyper)  # with all defaults, as documentation
         about = {"method": method.name, "rounds": settings.rounds}
         super().__init__(
-            name=f"{method.name.replace('+', '_')}-{task.name}",
+            name=_NOT_IN_NAMES.sub("_", f"{method.name}-{task.name}"),
             min_clients=settings.min_sites or 1,
             meta_props={JobMetaKey.CUSTOM_PROPS.value: {ABOUT: about}},
         )
