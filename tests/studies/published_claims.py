@@ -13,13 +13,14 @@ ALONE: Final = ("single-site", "deployed")
 
 @dataclass(frozen=True)
 class Claim:
-    """A row is better than each of these models, by name."""
+    """A row's model is better than each of these models, by name."""
 
     study: str
     row: str
     role: str
     comparators: tuple[tuple[str, Model], ...]
     metric: str = ""  # default: the task's
+    model: str = "deployed"
 
 
 _FEDSM: Final = (("FedAvg", ("fedavg", "deployed")), ("single site", ALONE))
@@ -27,6 +28,18 @@ _PRR: Final = (
     ("alone with PRR's loss", ("single-site:method=prr", "deployed")),
     ("FedBN", ("prr:pfa=false,det=false,cpa=off", "deployed")),
 )
+WITHOUT_CPA: Final = "prr:cpa=off"
+ALONE_WITHOUT_CPA: Final = "single-site:method=prr,cpa=off"
+
+
+def transfer(study: str) -> Claim:
+    """What personal models gain by the deputy where the loss counts no classes: those of all sites
+    in PRR, a site's own in training alone.
+    """
+    comparator = ("alone, without CPA", (ALONE_WITHOUT_CPA, "personal"))
+    return Claim(study, WITHOUT_CPA, "inside", (comparator,), model="personal")
+
+
 _OUTSIDE: Final = (("FedAvg", FEDAVG),)
 _INSIDE: Final = (("FedAvg", FEDAVG), ("single site", ALONE))
 IOP: Final = "iop_fl:comparisons=true,reset_optimizer=true"
@@ -89,21 +102,20 @@ GENERATION: Final = "feddag:alpha=1,ema=0,sha=false"
 ROUTED: Final = "iop_fl:comparisons=true"
 _ALL_FREQUENCIES: Final = ("all frequencies", ("prr:r0=0.5,r1=0.5", "deployed"))
 _PLAIN_MEAN: Final = ("plain mean", ("prr:pfa=false", "deployed"))
-_WRONG_LABELS: Final = (
-    _PRR[0],
-    ("FedBN", ("fedbn", "deployed")),
-    _PLAIN_MEAN,
-    ("FedAvg", ("fedavg", "deployed")),
-    ("FedAvg, twice the epochs", ("equal-compute", "deployed")),
-)
+_EQUAL_FEDBN: Final = ("FedBN, PRR's optimizer", _PRR[1][1])
+_LABELS: Final = (_PRR[0], _EQUAL_FEDBN, _PLAIN_MEAN)
+_THIRTY_ROUNDS: Final = (_PRR[0], ("FedBN", ("fedbn", "deployed")), _PLAIN_MEAN)
 _ROUTED: Final = _beside_routing(ROUTED)
 # On generated images in which one mechanism has to pay (`--suite mechanisms/NAME`).
 MECHANISMS: Final = (
     Claim("mechanism_fedsm", "fedsm", "inside", _FEDSM),
-    Claim("mechanism_prr", "prr", "inside", _WRONG_LABELS),
-    Claim("mechanism_prr_30", "prr", "inside", _WRONG_LABELS[:3]),
+    Claim("mechanism_prr", "prr", "inside", (*_LABELS, ("FedAvg", ("fedavg", "deployed")))),
+    Claim("mechanism_prr_30", "prr", "inside", _THIRTY_ROUNDS),
     Claim("mechanism_prr_bands", "prr", "inside", (_ALL_FREQUENCIES,)),
-    Claim("mechanism_prr_clean", "prr", "inside", _WRONG_LABELS[:3]),
+    Claim("mechanism_prr_clean", "prr", "inside", _LABELS),
+    Claim("mechanism_prr_contrary", "prr", "inside", _LABELS),
+    transfer("mechanism_prr_transfer"),
+    transfer("mechanism_prr_transfer_clean"),
     Claim(
         "mechanism_grace",
         "grace",
@@ -128,6 +140,7 @@ class Line:
     row: str
     metric: str
     role: str
+    model: str
     comparator: str
     level: str
     difference: str
@@ -144,7 +157,8 @@ class Line:
 
     @property
     def measure(self) -> str:
-        return f"{self.metric} {self.role}"
+        of_model = "" if self.model == "deployed" else f", {self.model} models"
+        return f"{self.metric} {self.role}{of_model}"
 
 
 def bracketed(bounds: str) -> str:
@@ -158,7 +172,7 @@ def claim_lines(claim: Claim, study: StudyTables) -> list[Line]:
     study.metric = claim.metric or task_of(study.groups)["metric"]
     compared = []
     for name, model in claim.comparators:
-        difference = study.difference(model, (claim.row, "deployed"), claim.role)
+        difference = study.difference(model, (claim.row, claim.model), claim.role)
         assert difference is not None, f"{claim.study}: no difference of {claim.row} to {name}"
         compared.append((name, difference))
     adjusted = holm([difference.over_seeds.p for _, difference in compared])
@@ -167,8 +181,9 @@ def claim_lines(claim: Claim, study: StudyTables) -> list[Line]:
         role, gain, seeds, _, _, patients, _, _, of_claim, detectable, margin, verdict = (
             difference.cells(p, judged=True)
         )
-        level = study.values.loc[(claim.row, "deployed", role, study.metric, ALL_SITES)].mean()
-        about = (claim.study, claim.row, study.metric, role, name, f"{level:.3f}")
+        values = study.values.loc[(claim.row, claim.model, role, study.metric, ALL_SITES)]
+        level = f"{values.mean():.3f}"
+        about = (claim.study, claim.row, study.metric, role, claim.model, name, level)
         lines.append(Line(*about, gain, seeds, of_claim, detectable, patients, margin, verdict))
     return lines
 
@@ -309,7 +324,7 @@ def mechanisms_table(lines: list[Line]) -> str:
     table = [columns.split("|")]
     above = ""
     for line in lines:
-        row = f", `{line.row}`" if line.row == GENERATION else ""
+        row = f", `{line.row}`" if line.row in (GENERATION, WITHOUT_CPA) else ""
         study = f"[{line.study}](results/{line.study}/study.zip){row}"
         claim = f"{study}, {line.measure}: {line.level}"
         first = "" if claim == above else claim
