@@ -208,6 +208,10 @@ def test_masks_and_table(trained: Runs, data_root: Path, tmp_path: Path) -> None
         np.testing.assert_array_equal(mask, np.where(p[0] > 0.5, 3, 0))
         assert int(row["pixels_square"]) == (mask == 3).sum() and row["slice"] == ""
     assert {row["model"] for row in rows} == set(summary.predicted_by)
+    first = tmp_path / "A/test" / rows[0]["image"]
+    again = predict(stored, [first], tmp_path, builder=build_deployed)
+    assert "8 files of earlier predictions are left" in again.render()
+    assert summary.left_over == 0
 
 
 def test_every_format_in_its_own_geometry(tmp_path: Path, untrained: Models) -> None:

@@ -19,7 +19,7 @@ Kit = Annotated[Path, typer.Option(help="Startup kit of the lead, or of the proj
 Job = Annotated[
     str,
     typer.Argument(
-        help="Name (the newest of several), id, or the beginning of an id", metavar="JOB"
+        help="Name (of several, the newest that runs), id, or the beginning of an id", metavar="JOB"
     ),
 ]
 

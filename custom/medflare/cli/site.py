@@ -129,7 +129,9 @@ def status(kit: PathArgument, as_json: Annotated[bool, typer.Option("--json")] =
     for job in jobs:
         heading = printable(f"job {job.id} {job.name}")
         print("\n    ".join([f"\n  {heading}", *map(printable, _job_lines(job))]))
-    if not jobs:
+    if not jobs and party.kind == "server":
+        print("  no job runs; all jobs: medflare job list, with a person's kit")
+    elif not jobs:
         print("  no job yet")
 
 

@@ -67,6 +67,10 @@ def open_kit(folder: Path | str) -> Kit:
     is_server = file.is_file()
     if not is_server:
         file = startup / "fed_client.json"
+    if (startup / "fed_admin.json").is_file():
+        raise ConfigError(
+            f"{folder}: the startup kit of a person; medflare job list --kit {folder} tries it"
+        )
     if not file.is_file():
         raise ConfigError(
             f"{folder}: not a startup kit of a server or a site (no startup/fed_server.json or "

@@ -101,6 +101,7 @@ class PredictionSummary:
     # For a super model, the number of pictures of each network.
     predicted_by: Counter[str] = field(default_factory=Counter)
     adapted: str = ""  # how the model adapted to the images; "" if it did not
+    left_over: int = 0  # files of earlier calls in the folder of the table
 
     def differs(self, image: str, differences: Mapping[str, str]) -> None:
         """Record an input's differences from the training range, if any.
@@ -142,6 +143,11 @@ class PredictionSummary:
                 f"{kind} {first[kind]} ({count})" for kind, count in kinds.most_common()
             )
             lines.append(f"{len(self.outside)} of {self.images} images are {_UNSEEN}: {listed}")
+        if self.left_over:
+            lines.append(
+                f"{self.left_over} files of earlier predictions are left in {self.table.parent}; "
+                f"{self.table.name} lists those of this one"
+            )
         if self.adapted:
             lines.append(f"adapted to these images: {self.adapted}")
         if self.predicted_by:
@@ -191,6 +197,7 @@ def predict(
     stored = adapted(stored, builder, adapt)
     model = stored.build(builder).to(usable_device(device, "predict")).eval()
     make_folder(out)
+    earlier = _files(out)
     for problem in problems:
         summary.fail(problem)
     # All of them may not fit into memory.
@@ -221,7 +228,13 @@ def predict(
         rows += written
     columns = list(dict.fromkeys(chain.from_iterable(rows))) or ["image"]
     write_atomically(summary.table, csv_text(rows, columns).encode())
+    summary.left_over = len(earlier & _files(out))
     return summary
+
+
+def _files(folder: Path) -> set[tuple[Path, int]]:
+    """The files below a folder, each with its time."""
+    return {(path, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
 
 
 def _trained_on(stored: StoredModel, strict: bool) -> TrainedOn | None:
