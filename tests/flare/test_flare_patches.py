@@ -433,7 +433,7 @@ def test_messages_and_commands_are_bounded_and_hold_no_file(
     sent = Shareable({"numbers": [*range(1000)], "weights": b"w" * 2**24, "text": "ε" * 2**24})
     assert fobs.loads(fobs.dumps(sent)) == sent
     monkeypatch.setattr(other_parties, "_OBJECTS", 100)
-    listed: list[Any] = [[{}] * 101, [[{}] * 60] * 2, {number: {} for number in range(101)}]
+    listed: list[Any] = [[{}] * 101, [[[]] * 60] * 2, dict.fromkeys(range(101), 1)]
     for many in listed:
         with pytest.raises(ValueError, match=r"more than 100 objects|exceeds max"):
             fobs.loads(fobs.dumps(many))

@@ -311,6 +311,17 @@ def test_an_intensity_transform_does_not_leave_one_patient_alone() -> None:
     assert "wider range" in problem(empty), "nor by an image that is not the middle one"
 
 
+def test_no_channel_is_left_to_one_patient() -> None:
+    """As NormalizeIntensity does with a subtrahend of 2^32 for one channel; patients may lack one."""
+    task = replace(TASK, channels=2)
+    for lit in (0, 1, 4, 5, 40):
+        site = site_of([0, 1] * 20, task)
+        images = pictures(80).reshape(40, 2, 16, 16)
+        images[lit:, 1] = -1
+        site.data = replace(site.data, train=replace(site.data.train, images=images))
+        assert ("wider range" in problem(site)) == (lit in (1, 4))
+
+
 def test_an_augmentation_does_not_leave_one_patient_alone() -> None:
     """As factors do that round all but the brightest pixels to float32's zero."""
     darken = {"name": "RandScaleIntensity", "prob": 1, "factors": [-0.9999, -0.9999]}

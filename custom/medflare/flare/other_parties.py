@@ -69,7 +69,8 @@ _CHANNEL_AND_TOPIC = (
 _STREAMS = 16
 _STREAM_BYTES = 2**32  # also of arrays of one kind in a message
 _OUT_OF_ORDER_BYTES = 2**28  # FLARE sends 64 MiB of a stream ahead
-_OBJECTS = 2**20  # in the lists and tables of a message; one byte can be a table of 64
+_OBJECTS = 2**20  # lists, tables and what they hold in a message; one byte can be a table of 64
+_LONGEST = 2**16  # of a list or table: up to 1024 unfinished ones lie in each other
 _COMMAND_CHARACTERS = 2**20  # of a console's command
 _FETCHED = 2  # messages with arrays; a site sends one at a time
 _JOB_BYTES = 2**26  # unpacked, which FLARE holds once for each site
@@ -235,7 +236,7 @@ def bound_messages() -> None:
 
         def counted(values: Any) -> Any:
             nonlocal objects
-            objects += len(values)
+            objects += 1 + len(values)
             if objects > _OBJECTS:
                 raise ValueError(f"more than {_OBJECTS} objects")
             return values
@@ -245,8 +246,8 @@ def bound_messages() -> None:
             strict_map_key=False,
             object_hook=lambda table: packer.unpack(counted(table)),
             list_hook=counted,
-            max_array_len=_OBJECTS,
-            max_map_len=_OBJECTS,
+            max_array_len=_LONGEST,
+            max_map_len=_LONGEST,
         )
         manager.post_process()
         return result

@@ -31,6 +31,7 @@ from medflare.training.site import Site
 _MOST = 0.9  # of the weight of all training images
 _AUGMENTED = 200  # patients whose images are augmented, to see what is left of them
 _LEAST_CONTRAST = 0.1  # of the patient with the most; 0.99 of the patients of real sites have it
+_LEAST_OF_CHANNEL = 0.01  # the same in one channel; one of a photograph may be saturated
 
 
 def check_inside_sites(site: str, count: int, bounds: Bounds) -> None:
@@ -112,11 +113,15 @@ def check_contrast(site: Site, minimum_patients: int) -> None:
     if minimum_patients < 2:
         return
     rows = [*rows_of_patients(site.data.train.patients).values()]
-    contrasts = _contrasts(rows, site.data.train.image)
+    of_channels = _contrasts(rows, site.data.train.image)
+    contrasts = of_channels.amax(dim=1)
     hides = 0 < _contrasted(contrasts) < _MOST * len(contrasts)
+    # A transform may treat each channel in its own way; patients may lack a channel.
+    for channel in of_channels.T:
+        hides |= 0 < _contrasted(channel, _LEAST_OF_CHANNEL) < _most_of(minimum_patients)
     if site.task.augment:
         step = math.ceil(len(rows) / _AUGMENTED)
-        augmented = _contrasts(rows[::step], partial(_augmented, site))
+        augmented = _contrasts(rows[::step], partial(_augmented, site)).amax(dim=1)
         # Chance decides in training anew: what hides some here may hide all but one there.
         hides |= _contrasted(augmented) < _MOST * _contrasted(contrasts[::step])
     if hides:
@@ -145,8 +150,9 @@ def _augmented(site: Site, row: int) -> Tensor:
     return results[0] - results[1]
 
 
-def _contrasts(rows: Sequence[Sequence[int]], image_of: Callable[[int], Tensor]) -> list[float]:
-    """The standard deviation of each patient's image, as the network gets it.
+def _contrasts(rows: Sequence[Sequence[int]], image_of: Callable[[int], Tensor]) -> Tensor:
+    """The standard deviations (patients, channels) of the patients' images, as the network gets
+    them.
 
     Of several images of a patient the middle one counts: the first and last slices of a volume may
     be empty. If all these are plain, every image counts.
@@ -154,23 +160,28 @@ def _contrasts(rows: Sequence[Sequence[int]], image_of: Callable[[int], Tensor])
     Args:
         rows: of the images of each patient.
     """
-    deviations = [_deviation(image_of(of_patient[len(of_patient) // 2])) for of_patient in rows]
-    if not any(deviations):
-        deviations = [max(map(_deviation, map(image_of, of_patient))) for of_patient in rows]
+    middle = [_deviations(image_of(of_patient[len(of_patient) // 2])) for of_patient in rows]
+    deviations = torch.stack(middle)
+    if not deviations.any():
+        largest = []
+        for of_patient in rows:
+            of_images = [_deviations(image_of(row)) for row in of_patient]
+            largest.append(torch.stack(of_images).amax(dim=0))
+        deviations = torch.stack(largest)
     return deviations
 
 
-def _contrasted(deviations: Sequence[float]) -> int:
-    """How many are at least 0.1 of the largest one; 0 if all are 0."""
-    least = _LEAST_CONTRAST * max(deviations, default=0.0)
-    return sum(deviation >= least > 0 for deviation in deviations)
+def _contrasted(deviations: Tensor, share: float = _LEAST_CONTRAST) -> int:
+    """How many are at least this share of the largest one; 0 if all are 0."""
+    largest = deviations.max()
+    return int(((deviations >= share * largest) & (largest > 0)).sum())
 
 
-def _deviation(image: Tensor) -> float:
-    """The largest standard deviation of a channel of an image."""
+def _deviations(image: Tensor) -> Tensor:
+    """The standard deviation of each channel of an image."""
     image = image.double().flatten(1)
     image = image - image[:, :1]  # of a plain image exactly 0
-    return float(image.std(dim=1, correction=0).max())
+    return image.std(dim=1, correction=0)
 
 
 def weighty_patients(task: TaskConfig, data: SiteData, minimum_patients: int) -> int:
