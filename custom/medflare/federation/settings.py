@@ -73,10 +73,12 @@ class RunSettings(Rules):
     """The settings of a run.
 
     Attributes:
-        rounds: of the federation; 0 trains nothing, see `preflight.check_run`.
-        seed: of everything that is random.
+        rounds: of the federation, in commands 10 by default; 0 trains nothing, see
+            `preflight.check_run`.
+        seed: of everything that is random, in commands 0 by default.
         outside: names of sites that do not train and only receive the final models.
-        step_timeout: seconds after which a step continues without the missing sites; 0: no timeout.
+        step_timeout: seconds after which a step continues without the missing sites; 0, the
+            default: no timeout.
         enrol_timeout: seconds that sites have to read their images and enroll; the run starts with
             those that are ready. 0: no timeout.
         heartbeat_timeout: seconds without a heartbeat after which a site counts as gone.
