@@ -1169,7 +1169,7 @@ def test_photographs_that_are_turned_without_their_masks_are_noted(tmp_path: Pat
     [
         (("ID", "Label"), "x{n}_bleeding,1", "write a row for each image, and a column for each"),
         (("", "patient"), "{n},7", "in column patient; write the names of images in a column"),
-        (("study{n}/", "0"), "study{n}/,1", "its first line names an image"),
+        (("study{n}/", "0"), "study{n}/,1", "its first line names images"),
         (
             ("image", "rle"),
             "x{n}.png,1 6 40 4",

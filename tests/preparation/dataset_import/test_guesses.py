@@ -838,7 +838,20 @@ def test_a_first_line_that_names_an_image_is_no_header(tmp_path: Path) -> None:
     for number in range(8):
         picture(tmp_path / f"img{number}.png", value=40 + 9 * number)
     lines = [f"img{number}.png,{number % 2}" for number in range(1, 8)]
-    assert "its first line names an image" in error_of(listed(tmp_path, "img0.png,0", *lines))
+    assert "its first line names images" in error_of(listed(tmp_path, "img0.png,0", *lines))
+
+
+@pytest.mark.parametrize("name", ["200{n}/ST-1/image1.png", "P0{n}/left.png", "P0{n}_left.png"])
+def test_a_first_line_that_names_a_patient_is_no_header(name: str, tmp_path: Path) -> None:
+    """As in LERA, whose rows are 2000,0."""
+    lines = []
+    for number in range(8):
+        file = name.format(n=number)
+        picture(tmp_path / file, value=40 + 9 * number)
+        lines.append(f"{file.partition('/')[0].partition('_')[0]},{number % 2}")
+    assert "its first line names images" in error_of(listed(tmp_path, *lines))
+    dataset = imported(listed(tmp_path, "patient,label", *lines)).dataset
+    assert [item.label for item in dataset.items] == [0, 1] * 4
 
 
 def test_folders_of_hospitals_with_folders_of_classes_are_asked_about(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from medflare.preparation.dataset_import.frames import (
     named_columns,
     table_columns,
 )
-from medflare.preparation.dataset_import.image_table import ImageTable, is_path
+from medflare.preparation.dataset_import.image_table import ImageTable
 from medflare.preparation.dataset_import.names import PATIENT, WORDS, number_of, split_name, words
 from medflare.preparation.dataset_import.options import Columns
 
@@ -161,7 +161,7 @@ def _image_columns(table: ImageTable, used: UsedColumns) -> list[str]:
         _refuse_several_files(table, usual)
         named = list(filter(table.names_patients, [*used["patient"], *key_columns(frame)]))
         named.sort(key=lambda name: (not table.names_each(name), not table.frame[name].is_unique))
-        if named and is_path(named[0]) and table.is_patient(named[0]):
+        if named and PATIENT.search(named[0]) and table.of_patient(named[0]):
             raise _without_header(path)
         for name in frame:
             cells = frame[name]
@@ -197,7 +197,7 @@ def _refuse_several_files(table: ImageTable, columns: Iterable[str]) -> None:
 
 
 def _without_header(path: Path) -> DataError:
-    return DataError(f"{path}: its first line names an image; put the names of columns above it")
+    return DataError(f"{path}: its first line names images; put the names of columns above it")
 
 
 def key_columns(frame: pd.DataFrame) -> list[str]:
