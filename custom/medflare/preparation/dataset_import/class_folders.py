@@ -4,7 +4,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain, combinations
+from itertools import chain, permutations
 from pathlib import Path
 
 from medflare.core.errors import DataError
@@ -46,6 +46,7 @@ LAYOUTS = (
 _IMAGES_OF_CLASS = 2.5  # folders with fewer, in the mean, are probably patients
 _MOST_GRADES = 7  # folders called 0, 1, ...; more may be patients (BI-RADS has 0 to 6)
 _PATIENT_WORDS = {*WORDS["column"]["patient"]}
+_NUMBER = re.compile(r"[ _.-]\d{1,2}$")  # of one of an image's masks
 # Words before the numbers of classes.
 _GRADES = {*WORDS["label_column_end"], *WORDS["numbered_class"]}
 
@@ -366,8 +367,8 @@ def _refuse_patients(
 def _refuse_masks_of_classes(
     folder: ImageFolder, names: Sequence[str], below: Mapping[Path, Sequence[str]]
 ) -> None:
-    """Raise DataError if the folders of two classes hold pictures of the same names, and those of
-    one of them have few values, as masks have; `below`: image -> its folders.
+    """Raise DataError if the folders of two classes hold pictures of the same names, but for the
+    numbers of masks, and those of one of them have few values; `below`: image -> its folders.
     """
     pictures: dict[str, dict[tuple[str, ...], Path]] = {name: {} for name in names}
     for image, folders in below.items():
@@ -375,15 +376,15 @@ def _refuse_masks_of_classes(
             inner = (*folders[1:], stem(image))
             pictures[folders[0]][inner] = image
     values: dict[str, list[int]] = {}  # class -> how many its first pictures have
-    for first, second in combinations(names, 2):
-        same_names = pictures[first].keys() == pictures[second].keys()
-        if not same_names or len(pictures[first]) < 2:
+    for of_masks, others in permutations(names, 2):
+        if len(pictures[of_masks]) < 2 or not _are_named_after(
+            pictures[of_masks], pictures[others]
+        ):
             continue
-        for name in (first, second):
+        for name in (of_masks, others):
             if name not in values:
                 sample = sorted(pictures[name])[:SAMPLE_SIZE]
                 values[name] = [count_values(pictures[name][inner]) for inner in sample]
-        of_masks, others = sorted((first, second), key=lambda name: max(values[name]))
         has_few = min(values[of_masks]) > 1 and max(values[of_masks]) <= MAX_CLASSES
         if has_few and min(values[others]) > MAX_CLASSES:
             raise DataError(
@@ -391,6 +392,16 @@ def _refuse_masks_of_classes(
                 f"in {others}; if they are masks, rename {of_masks} masks, and {others} images; if "
                 "both are classes, give --kind classification"
             )
+
+
+def _are_named_after(
+    masks: Collection[tuple[str, ...]], images: Collection[tuple[str, ...]]
+) -> bool:
+    """Whether masks have the names of images, which a number may follow, as 106_1 and 106."""
+    for *folders, name in masks:
+        if (*folders, name) not in images and (*folders, _NUMBER.sub("", name)) not in images:
+            return False
+    return True
 
 
 def _refuse_other_groups(folder: ImageFolder, names: Sequence[str], images: int) -> None:
