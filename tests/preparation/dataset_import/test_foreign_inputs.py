@@ -594,16 +594,24 @@ def test_one_label_column_may_have_another_name_in_each_table(tmp_path: Path) ->
     assert sorted(of_test) == [f"te{number}.png" for number in NUMBERS]
 
 
-def test_splits_without_a_common_class_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("trained", "tested", "problem"),
+    [
+        (("benign", "malignant"), ("0.0", "1.0"), "benign, malignant, only test images 0, 1"),
+        (("no", "ca_left.lobe_T2"), ("no", "ca"), "ca_left.lobe_T2, only test images ca"),
+    ],
+)
+def test_classes_of_one_split_that_may_be_another_are_refused(
+    trained: tuple[str, str], tested: tuple[str, str], problem: str, tmp_path: Path
+) -> None:
     """As ISIC 2016: benign and malignant in training, 0.0 and 1.0 in the test."""
-    for split, names in (("train", ("benign", "malignant")), ("test", ("0.0", "1.0"))):
+    for split, names in (("train", trained), ("test", tested)):
         rows = []
         for number in NUMBERS:
             picture(tmp_path / f"{split[:2]}{number}.png", 60 + number)
             rows.append((f"{split[:2]}{number}.png", names[number % 2]))
         table(tmp_path / f"{split}.csv", ("image", "label"), *rows)
-    text = error_of(tmp_path)
-    assert "training images have the classes benign, malignant, test images 0, 1" in text
+    assert f"only training images have the classes {problem}" in error_of(tmp_path)
 
 
 # -- cells of tables -------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ from medflare.preparation.dataset_import.folders import (
 )
 from medflare.preparation.dataset_import.layouts import find_dataset
 from medflare.preparation.dataset_import.masks import WITHOUT_IMAGE, with_masks_of_cases
-from medflare.preparation.dataset_import.names import first_split, shortened
+from medflare.preparation.dataset_import.names import first_split, shortened, words
 from medflare.preparation.dataset_import.options import DEFAULTS, ImportOptions
 from medflare.preparation.dataset_import.patients import assign_patients, patient_of, patient_option
 from medflare.preparation.dataset_import.shared_patients import Sites, across_sites, shared_warning
@@ -379,7 +379,7 @@ def _split_warning(
         return ""
     read = {"" if options.redraw else item.split for item in dataset.items}
     if "test" in read:
-        _refuse_split_without_a_known_class(dataset, splits, root)
+        _refuse_classes_of_one_split(dataset, splits, root)
     found = f"classes stand in one split only: {shortened(alone)}"
     if len(alone) == len(splits) and options.kind != "classification":
         problem = (
@@ -391,21 +391,26 @@ def _split_warning(
     return f"{found}; add patients of these classes, or give {draw}"
 
 
-def _refuse_split_without_a_known_class(
+def _refuse_classes_of_one_split(
     dataset: Dataset, splits: Mapping[int, set[str]], root: Path
 ) -> None:
-    """Raise DataError if test and training images have no class in common."""
-    names: dict[str, list[str]] = {"training": [], "test": []}
-    for split, of_split in names.items():
-        for number, present in splits.items():
-            if split in present:
-                of_split.append(dataset.labels[str(number)])
-    trained = names["training"]
-    tested = names["test"]
-    if trained and tested and not {*trained} & {*tested} and len(trained) + len(tested) > 2:
+    """Raise DataError if test and training images have no class in common, or each a class of its
+    own, of which one begins with the other, as malign and malign_T2.
+    """
+    only_in = defaultdict(list)  # whether training and test images are of them -> classes
+    for number, present in splits.items():
+        is_in = ("training" in present, "test" in present)
+        only_in[is_in].append(dataset.labels[str(number)])
+    trained = only_in[True, False]
+    tested = only_in[False, True]
+    none_in_common = not only_in[True, True] and len(trained) + len(tested) > 2
+    pairs = [sorted(map(words, pair), key=len) for pair in product(trained, tested)]
+    begins = any(short and short == long[: len(short)] for short, long in pairs)
+    if trained and tested and (none_in_common or begins):
         raise DataError(
-            f"{root}: training images have the classes {shortened(trained)}, test images "
-            f"{shortened(tested)}; write each class in one way, or draw new splits with --redraw"
+            f"{root}: only training images have the classes {shortened(trained)}, only test images "
+            f"{shortened(tested)}; write each class in one way, or if all differ, draw new splits "
+            "with --redraw"
         )
 
 
