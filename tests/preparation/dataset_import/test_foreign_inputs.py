@@ -1566,6 +1566,21 @@ def test_companions_without_classes_may_be_masks(tmp_path: Path) -> None:
 def test_a_folder_of_one_class_is_named(folder: str, tmp_path: Path) -> None:
     picture(tmp_path / folder / "1.png")
     text = error_of(tmp_path)
-    assert text.endswith("if all are of the class nv, give a folder of another class, too")
+    assert "if all are of the class nv, give a folder of another class, too" in text
+    assert "--classes with the names of all" in text
     (tmp_path / folder).rename(tmp_path / "photos")
     assert "of the class" not in error_of(tmp_path)
+
+
+def test_a_site_may_have_a_folder_of_one_class_that_others_have(tmp_path: Path) -> None:
+    for site, names in (("A", ["nv"]), ("B", ["mel", "nv"]), ("C", ["bcc"])):
+        for number in range(12):
+            picture(tmp_path / site / names[number % len(names)] / f"{number}.png", 60 + number)
+    assert "C: 12 images without masks or classes" in error_of(tmp_path, site_folders=True)
+    (tmp_path / "C/bcc").rename(tmp_path / "C/mel")
+    report = imported(tmp_path, site_folders=True)
+    labels = {site: {item.label for item in items} for site, items in report.sites.items()}
+    assert labels == {"A": {1}, "B": {0, 1}, "C": {0}}
+    assert "A: no image of mel" in report.dataset.notes
+    alone = imported(tmp_path / "A", classes=("mel", "nv"), force=True)
+    assert {item.label for item in alone.sites[""]} == {1}

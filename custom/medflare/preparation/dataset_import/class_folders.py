@@ -51,11 +51,18 @@ _NUMBER = re.compile(r"[ _.-]\d{1,2}$")  # of one of an image's masks
 _GRADES = {*WORDS["label_column_end"], *WORDS["numbered_class"]}
 
 
-def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: bool) -> Dataset:
+def class_folders(
+    folder: ImageFolder,
+    images: Sequence[Path],
+    *,
+    confirmed: bool,
+    classes_of_sites: Collection[str] = (),
+) -> Dataset:
     """Images whose class is the name of a folder below the folder that all share.
 
-    Folders of splits do not count. DataError for fewer than two classes; unless they are
-    `confirmed` by --kind classification, also for what may be patients, sites or versions.
+    Folders of splits do not count. DataError for fewer than two classes, unless the only one is of
+    `classes_of_sites`; if they are not `confirmed` by --kind classification, also for what may be
+    patients, sites or versions.
     """
     common = common_folder(images)
     inner = defaultdict(set)  # class -> folders in it
@@ -77,7 +84,7 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: boo
                 f"give this folder, or leave the file out with --leave-out {loose[0].name}"
             )
         above = [*folders_below(folder.root, common / "image"), *Path(shared_by_all).parts]
-        raise _without_classes(folder, images, above, confirmed=confirmed)
+        return _of_one_class(folder, images, above, classes_of_sites, confirmed=confirmed)
     dataset = _by_inner_folders(folder, below, inner, confirmed=confirmed)
     if dataset is not None:
         return dataset
@@ -207,6 +214,24 @@ def _classes_at(
     )
 
 
+def _of_one_class(
+    folder: ImageFolder,
+    images: Sequence[Path],
+    above: Sequence[str],
+    classes_of_sites: Collection[str],
+    *,
+    confirmed: bool,
+) -> Dataset:
+    """Images whose class is the last of the folders `above` all, if it is one of the sites'."""
+    if not above or above[-1] not in classes_of_sites:
+        raise _without_classes(folder, images, above, confirmed=confirmed)
+    if not confirmed:
+        _refuse_companions(folder, images)
+        _refuse_masks(folder, images[: 2 * SAMPLE_SIZE])
+    below = dict.fromkeys(images, above[-1:])
+    return _classes_at(0, folder, below, above[-1:], "a folder per class")
+
+
 def _without_classes(
     folder: ImageFolder, images: Sequence[Path], above: Sequence[str], *, confirmed: bool
 ) -> DataError:
@@ -222,7 +247,10 @@ def _without_classes(
     no_class = {*IMAGE_WORDS, *WORDS["other"]}
     for name in above[-1:]:
         if not (PATIENT.search(name) or no_class.issuperset(words(name))):
-            problem += f"; if all are of the class {name}, give a folder of another class, too"
+            problem += (
+                f"; if all are of the class {name}, give a folder of another class, too; if other "
+                "sites have them, --classes with the names of all"
+            )
     return DataError(f"{folder.root}: {problem}")
 
 

@@ -47,7 +47,7 @@ from medflare.preparation.dataset_import.folders import (
 )
 from medflare.preparation.dataset_import.layouts import find_dataset
 from medflare.preparation.dataset_import.masks import WITHOUT_IMAGE, with_masks_of_cases
-from medflare.preparation.dataset_import.names import first_split, shortened, words
+from medflare.preparation.dataset_import.names import first_split, shortened, sorted_labels, words
 from medflare.preparation.dataset_import.options import DEFAULTS, ImportOptions
 from medflare.preparation.dataset_import.patients import assign_patients, patient_of, patient_option
 from medflare.preparation.dataset_import.shared_patients import Sites, across_sites, shared_warning
@@ -80,7 +80,7 @@ class ImportReport:
     def render(self) -> str:
         """The layout, and a table of images and patients by site and split."""
         dataset = self.dataset
-        classes = list(dataset.labels.values()) if dataset.kind == "classification" else []
+        classes = _classes_of(dataset)
         images = sum(map(len, self.sites.values()))
         lines = [f"{images} images, {dataset.kind} ({dataset.layout})", ""]
         lines += [_counts(self.sites, classes).to_string(index=False), ""]
@@ -174,7 +174,7 @@ def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> D
             "NAME_mask and take other masks out; otherwise take them out"
         )
     dataset = with_classes(dataset, options.classes, root)
-    only = set(dataset.labels.values()) if dataset.kind == "classification" else set()
+    only = {*_classes_of(dataset)}
     if len(only) == 1 and not (missing and not options.skip) and not options.site_folders:
         raise DataError(
             f"{root}: all images are of the class {only.pop()}; give images of another; if other "
@@ -475,7 +475,7 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
     of_all = None
     if _has_tables_beside(root, paths, options):
         of_all = _read_folder(root, options, several_tables=options.table is None)
-    problems = []
+    problems = {}
     for path in paths:
         try:
             if of_all is None:
@@ -483,11 +483,16 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
             else:
                 folders[path.name], datasets[path.name] = _part_of(path, *of_all)
         except DataError as error:
-            problems.append(error)
-    if len(problems) == 1:
-        raise problems[0]
+            problems[path] = error
+    classes = sorted_labels({*chain.from_iterable(map(_classes_of, datasets.values()))})
+    for path in [*problems] if classes and of_all is None else []:
+        with suppress(DataError):  # a site with one class, which another site has
+            with_classes_of_others = replace(of_site[path.name], classes=tuple(classes))
+            folders[path.name], datasets[path.name] = _read_site(path, with_classes_of_others)
+            del problems[path]
     if problems:
-        raise DataError("; also ".join(map(str, problems)))
+        raise DataError("; also ".join(map(str, problems.values())))
+    datasets = {path.name: datasets[path.name] for path in paths}
     datasets = with_all_channels(with_all_classes(datasets, root), root)
     sites = {}
     of_warning = defaultdict(list)  # warning -> its sites
@@ -526,6 +531,10 @@ def _structures_of(site: str, dataset: Dataset) -> SiteStructures:
         mask_each=isinstance(first.label, list),
         segments=is_segmentation(first.masks[0]),
     )
+
+
+def _classes_of(dataset: Dataset) -> list[str]:
+    return [*dataset.labels.values()] if dataset.kind == "classification" else []
 
 
 def _folders_of_sites(root: Path) -> list[Path]:

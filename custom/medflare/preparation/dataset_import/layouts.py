@@ -425,7 +425,9 @@ def _by_folders(folder: ImageFolder, options: ImportOptions) -> Dataset:
     images = [image for image in folder.images if not folder.names[image].mask]
     if not images:  # the classes are called like masks
         return class_folders(folder, folder.images, confirmed=True)
-    dataset = class_folders(folder, images, confirmed=kind == "classification")
+    dataset = class_folders(
+        folder, images, confirmed=kind == "classification", classes_of_sites=options.classes
+    )
     if masks:
         return replace(dataset, notes=(f"{len(masks)} masks are not used", *dataset.notes))
     return dataset
