@@ -1143,13 +1143,35 @@ def test_findings_of_one_site_are_findings_of_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "column", ["Patienten-Nr", "N° patient", "patientid", "record_id", "Numéro de dossier"]
+    "column",
+    [
+        "Patienten-Nr",
+        "N° patient",
+        "patientid",
+        "record_id",
+        "Numéro de dossier",
+        "código del paciente",
+        "patiëntnummer",
+        "患者ID",
+    ],
 )
 def test_columns_that_are_called_patient(column: str, tmp_path: Path) -> None:
     rows(tmp_path, (column, [f"{n // 2}" for n in range(12)]), ("label", "abab" * 3))
     report = imported(tmp_path)
     assert len({item.patient for item in report.sites[""]}) == 6
     assert "patients are unknown" not in report.render()
+
+
+def test_an_unused_column_that_may_name_the_patients_is_named(tmp_path: Path) -> None:
+    keys = [f"K{number // 3}" for number in range(24)]
+    more = [("size", [f"{n // 2}.5" for n in range(24)]), ("stage2", "abcde" * 4 + "abcd")]
+    rows(tmp_path, ("label", "aaabbb" * 4), *more, ("the key", keys))
+    warning, *_ = imported(tmp_path).warnings
+    assert "give --patient-column 'the key' (if it names patients), --patient REGEX" in warning
+    report = imported(tmp_path, columns=Columns(patient="the key"), force=True)
+    assert len({item.patient for item in report.sites[""]}) == 8 and not report.warnings
+    rows(tmp_path, ("label", "aaabbb" * 4), ("sex", "mmf" * 8), ("n", range(24)))
+    assert "--patient-column (" not in imported(tmp_path, force=True).warnings[0]
 
 
 def test_a_record_of_each_image_tells_no_patient(tmp_path: Path) -> None:

@@ -282,7 +282,7 @@ def _refuse_links(items: Iterable[Item], root: Path) -> None:
 def _write_sites(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> ImportReport:
     """Write the datalists of the images of a folder."""
     root = folder.root
-    items, warning = assign_patients(dataset.items, folder, options.patient)
+    items, warning = assign_patients(dataset.items, folder, options.patient, dataset.patient_column)
     if options.redraw:
         items = [replace(item, split="") for item in items]
     sites = across_sites(

@@ -112,6 +112,8 @@ class Dataset:
     annotated: tuple[str, ...] = ()
     # Column of a table whose cells name folders, which count as patients; "" if there is none.
     folder_column: str = ""
+    # Column of a table that may name the patients, but is not used; "" if there is none.
+    patient_column: str = ""
 
 
 @dataclass(frozen=True)

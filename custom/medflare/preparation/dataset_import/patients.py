@@ -1,6 +1,7 @@
 """The patients of images, by an option, a table, DICOM, or the names of files."""
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ NO_PATIENT = SPLIT_WORDS.union(WORDS["image"], WORDS["mask"], ("fold", "input"))
 
 
 def assign_patients(
-    items: Sequence[Item], folder: ImageFolder, pattern: str = ""
+    items: Sequence[Item], folder: ImageFolder, pattern: str = "", column: str = ""
 ) -> tuple[list[Item], str]:
     """The images with their patients.
 
@@ -27,6 +28,7 @@ def assign_patients(
     Args:
         pattern: regular expression on the file name (on the path within the folder if it has a
             "/", or does not match all names); its first group is the patient.
+        column: of a table that may name the patients, for the warning.
 
     Returns:
         The images, and a warning if no patient is known, otherwise "".
@@ -70,7 +72,10 @@ def assign_patients(
         for row, name in enumerate(people):
             assigned[row] = replace(assigned[row], patient=name)
         warning = "patients are the file names without left and right; if they are not, "
-    return assigned, f"{warning}give {patient_option(items, folder.root)} or --patient-column"
+    choice = f"{patient_option(items, folder.root)} or --patient-column"
+    if column:
+        choice = f"--patient-column {shlex.quote(column)} (if it names patients), {choice}"
+    return assigned, f"{warning}give {choice}"
 
 
 def _refuse_spellings(items: Iterable[Item]) -> None:

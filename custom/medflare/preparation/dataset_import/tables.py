@@ -79,6 +79,7 @@ def read_tables(tables: Sequence[ImageTable], options: ImportOptions = DEFAULTS)
     notes = []
     labelled_by: list[str] = []
     folder_column = ""
+    patient_column = ""
     listed: dict[Path, _Row] = {}
     names_of_sites: defaultdict[str, set[str]] = defaultdict(set)  # column -> its names
     for table in tables:
@@ -102,6 +103,7 @@ def read_tables(tables: Sequence[ImageTable], options: ImportOptions = DEFAULTS)
         if used["label"] and not (options.kind or columns.label):
             _refuse_masks_beside(table, used["label"])
         folder_column = folder_column or _folder_column(table, used)
+        patient_column = patient_column or _patient_column(table, used)
         notes += prefixed(path.name, map(_tells_apart, of_patient))
         used["split"] = [] if options.redraw else used["split"]
         rows, incomplete = _read_rows(table, used, of_patient)
@@ -150,6 +152,7 @@ def read_tables(tables: Sequence[ImageTable], options: ImportOptions = DEFAULTS)
         f"{' and '.join(table.path.name for table in tables)}: {', '.join(layout)}{findings}",
         structure=_structure_of(used["mask"]),
         folder_column=folder_column,
+        patient_column=patient_column,
         notes=tuple(notes),
         missing=tuple(missing),
         options="--image-column, --label-column and the other columns",
@@ -221,6 +224,19 @@ def _folder_column(table: ImageTable, used: UsedColumns) -> str:
     return (
         column if not used["patient"] and table.is_patient(first_text(table.frame[column])) else ""
     )
+
+
+def _patient_column(table: ImageTable, used: UsedColumns) -> str:
+    """The unused column whose cells repeat as patients of several images may; "" if none does."""
+    taken = {*chain(*used.values()), *_site_columns(table, used)}
+    rows = len(table.frame)
+    counts = {}
+    for name, cells in table.frame.items():
+        measured = cells.str.fullmatch(r"\d+[.,]\d+").any()
+        if name not in taken and not measured and _SPLIT_OR_FOLD.isdisjoint(words(name)):
+            counts[name] = cells.nunique()
+    likely = [name for name, count in counts.items() if max(3, rows / 10) < count < rows]
+    return max(likely, key=counts.__getitem__, default="")
 
 
 def _columns_of_a_patients_images(table: ImageTable, used: UsedColumns) -> list[str]:
