@@ -1,6 +1,7 @@
 """Downloaded folders become datalists, or an error of one line."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -243,20 +244,25 @@ def test_a_slice_with_the_name_of_its_series_is_one_of_all_slices(tmp_path: Path
     assert len([*(tmp_path / "out" / entry["image"]).iterdir()]) == 4
 
 
-def test_a_localizer_without_a_mask_is_named_by_its_file(tmp_path: Path) -> None:
-    """As an archive exports a study: the slices of several series in one folder."""
-    pairs(tmp_path)
-    for number, name in enumerate(("scan", "scout")):
-        series = series_of(tmp_path / name, number)
-        if number:
-            change(series, ImageType=["ORIGINAL", "PRIMARY", "LOCALIZER"])
-        for file in series.iterdir():
-            file.rename(tmp_path / f"{name}{file.name}")
-        series.rmdir()
-    assert "the first: scan0.dcm: no mask" in error_of(tmp_path)
-    for file in tmp_path.glob("scan*"):
-        file.unlink()
-    assert "the first: scout0.dcm (a localizer): no mask" in error_of(tmp_path)
+@pytest.mark.parametrize("kind", ["LOCALIZER", "SCREEN SAVE"])
+def test_localizers_and_screen_saves_beside_series_are_no_images(kind: str, tmp_path: Path) -> None:
+    """As a workstation exports a study; files that are all localizers are the images."""
+    scans(tmp_path, 8)
+    for number in range(8):
+        name = ("healthy", "ill")[number % 2]
+        extra = series_of(tmp_path / name / f"extra{number}", number + 100)
+        for file in sorted(extra.iterdir())[1:]:
+            file.unlink()
+        unplaced = () if kind == "LOCALIZER" else ("ImagePositionPatient",)
+        change(extra, [0], unplaced, ImageType=["DERIVED", "SECONDARY", kind])
+    report = import_folder(tmp_path)
+    assert sorted(labels_of(tmp_path)) == sorted(
+        f"{('healthy', 'ill')[number % 2]}/scan{number}" for number in range(8)
+    )
+    assert "screen saves and dose reports: 8, the first: healthy/extra0/0.dcm" in report.render()
+    for number in range(8):
+        shutil.rmtree(tmp_path / ("healthy", "ill")[number % 2] / f"scan{number}")
+    assert len(import_folder(tmp_path, ImportOptions(force=True)).sites[""]) == 8
 
 
 def test_a_dicom_series_has_the_segmentation_that_refers_to_it(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ _TAGS = (
     "AccessionNumber",
     "ReferencedSeriesSequence",
     "ImagePositionPatient",
+    "ImageType",
+    "NumberOfFrames",
 )
 # Modalities whose files are pictures, also in one series: radiographs, ultrasound and photographs.
 _PICTURES = ("CR", "DX", "MG", "IO", "PX", "RF", "XA", "US", "OP", "XC", "ES", "GM")
@@ -201,6 +203,7 @@ def scan_folder(root: Path, leave_out: Sequence[str] = ()) -> ImageFolder:
         slices |= apart
         all_files += files
     images = [file for file in all_files if suffix(file) in read]
+    aside = _take_aside(headers, slices, alone=not images)
     images += headers
     texts = []
     for file in all_files:
@@ -209,10 +212,9 @@ def scan_folder(root: Path, leave_out: Sequence[str] = ()) -> ImageFolder:
     notes = left_out_lines(left_out)
     notes += _lines_of_patterns(matched, root)
     previews = _previews(images)
-    if previews:
-        first = min(previews).relative_to(root).as_posix()
-        notes.append(f"left out, previews of other images: {len(previews)}, the first: {first}")
-        images = [image for image in images if image not in previews]
+    images = [image for image in images if image not in previews]
+    notes += _line_of_files("previews of other images", previews, root)
+    notes += _line_of_files("localizers, screen saves and dose reports", aside, root)
     if others:
         notes.append(_line_of_objects(others, root))
     notes += _not_read(all_files, root)
@@ -276,6 +278,26 @@ def is_table(file: Path) -> bool:
     return suffix(file) in (".csv", ".tsv", WORKBOOK)
 
 
+def _take_aside(
+    headers: "dict[Path, _Header]", slices: dict[Path, tuple[Path, ...]], *, alone: bool
+) -> list[Path]:
+    """Take out localizers, and beside series of several slices single images without a position, as
+    screen saves; none if the images, `alone`, are all such.
+    """
+    several = any(not (image.is_file() or header.localizer) for image, header in headers.items())
+    aside = []
+    for image, header in headers.items():
+        is_slice = header.placed or header.picture or header.segments or not image.is_file()
+        if header.localizer or (several and not is_slice):
+            aside.append(image)
+    if alone and len(aside) == len(headers):
+        return []
+    for image in aside:
+        del headers[image]
+        slices.pop(image, None)
+    return aside
+
+
 def _previews(images: Collection[Path]) -> set[Path]:
     """Images in folders that are called thumbnails or the like, with names of others elsewhere."""
     in_folders = set()
@@ -304,10 +326,15 @@ def _not_read(files: Iterable[Path], root: Path) -> list[str]:
     read = image_suffixes()  # also those of extensions
     for remedy, endings in WORDS["unread_suffix"].items():
         listed = [file for file in files if suffix(file) in endings and suffix(file) not in read]
-        if listed:
-            first = listed[0].relative_to(root).as_posix()
-            lines.append(f"left out, files to {remedy}: {len(listed)}, the first: {first}")
+        lines += _line_of_files(f"files to {remedy}", listed, root)
     return lines
+
+
+def _line_of_files(kind: str, files: Collection[Path], root: Path) -> list[str]:
+    """A line about files that are left out, if there are some."""
+    if not files:
+        return []
+    return [f"left out, {kind}: {len(files)}, the first: {min(files).relative_to(root).as_posix()}"]
 
 
 def _lines_of_tables(files: Iterable[Path]) -> list[str]:
@@ -423,6 +450,8 @@ class _Header(NamedTuple):
     study: tuple[str, ...]  # its AccessionNumber and the UIDs of its study and series
     segments: str  # for a segmentation, the UID of the series that it refers to
     picture: bool  # whether it is no slice, see `_PICTURES`
+    localizer: bool
+    placed: bool  # whether it has a position in the patient, or several frames
 
 
 def _read_headers(files: Iterable[Path]) -> tuple[dict[Path, _Header], list[str], dict[Path, str]]:
@@ -452,10 +481,13 @@ def _read_headers(files: Iterable[Path]) -> tuple[dict[Path, _Header], list[str]
         if tags.get("SOPClassUID") == SEGMENTATION:
             referenced = tags.get("ReferencedSeriesSequence") or [{}]
             segments = str(referenced[0].get("SeriesInstanceUID", ""))
-        picture = tags.get("Modality") in _PICTURES and not tags.get("ImagePositionPatient")
+        position = tags.get("ImagePositionPatient")
+        picture = tags.get("Modality") in _PICTURES and not position
+        localizer = "LOCALIZER" in (tags.get("ImageType") or ())
+        placed = bool(position) or int(tags.get("NumberOfFrames") or 1) > 1
         names = (tags.get("AccessionNumber"), tags.get("StudyInstanceUID"), series)
         study = tuple(str(name) for name in names if name)
-        headers[file] = _Header(series, patient, study, segments, picture)
+        headers[file] = _Header(series, patient, study, segments, picture, localizer, placed)
     return headers, damaged, others
 
 

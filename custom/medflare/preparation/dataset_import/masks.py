@@ -15,7 +15,7 @@ import numpy as np
 from medflare.core.errors import DataError
 from medflare.core.text import read_json
 from medflare.data.dicom import tags_of
-from medflare.data.reading import NIFTI, PICTURES, dicom_files, explained, read_stored, stem, suffix
+from medflare.data.reading import NIFTI, PICTURES, explained, read_stored, stem, suffix
 from medflare.data.targets import plain_name
 from medflare.preparation.dataset_import.folders import HEADER, Dataset, ImageFolder, Item
 from medflare.preparation.dataset_import.names import WORDS, numbered, words
@@ -367,14 +367,9 @@ def _line_without_mask(folder: ImageFolder, image: Path) -> str:
 
 
 def name_of_image(folder: ImageFolder, image: Path) -> str:
-    """An image by a file or folder that exists, a localizer of DICOM called so."""
+    """An image by a file or folder that exists."""
     file, *_ = folder.slices.get(image, (image,))
-    name = folder.relative(file)
-    if image not in folder.studies:
-        return name
-    with explained(file):
-        kinds = tags_of(dicom_files(file)[0], "ImageType").get("ImageType") or ()
-    return f"{name} (a localizer)" if "LOCALIZER" in kinds else name
+    return folder.relative(file)
 
 
 def _segment_labels(masks: Iterable[Path]) -> dict[str, str]:
