@@ -115,6 +115,26 @@ def test_wrong_options_are_one_line(
     )
 
 
+def test_a_site_with_test_images_only_takes_the_task_of_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hospitals = tmp_path / "hospitals"
+    for name in ("A", "B"):
+        classes(hospitals / name)
+    classes(hospitals / "C" / "test", patients=6)
+    data, task, run = (str(tmp_path / name) for name in ("DATA", "task.json", "run"))
+    assert main(["data", "init", str(hospitals), "--site-folders", "--out", data]) == 0
+    assert main(["task", "init", data, "--yes", "--size", "32,32", "--out", task]) == 0
+    *_, command = capsys.readouterr().out.splitlines()
+    assert command.startswith("      medflare run fedavg") and " --outside C " in command
+    assert main([*command.split()[1:], "--rounds", "1", "--out", run]) == 0
+    capsys.readouterr()
+    alone = str(tmp_path / "alone")
+    assert main(["data", "init", str(hospitals / "C"), "--out", alone]) == 0
+    assert f"next: medflare data check {alone} --task task.json" in capsys.readouterr().out
+    assert main(["data", "check", alone, "--task", task]) == 0
+
+
 @pytest.mark.parametrize("place", ["", "site-1"], ids=["of the sites", "of one site"])
 def test_the_task_beside_the_data_is_taken(
     root: Path, place: str, capsys: pytest.CaptureFixture[str]
@@ -141,6 +161,16 @@ def test_the_task_beside_the_data_is_taken(
     assert main(["data", "check", str(root / place)]) == 0
     output, errors = capsys.readouterr()
     assert "beside" in output and str(task.resolve()) in errors
+    *_, verdict, command = output.splitlines()
+    assert verdict == "OK" and command == (
+        f"next: medflare run fedavg --task {task.resolve()} --data-root {root / place} "
+        "--rounds 20 --engine local"
+    )
+    listed = []
+    for site in (place,) if place else ("site-1", "site-2"):
+        content = json.loads((root / site / "datalist.json").read_text())
+        listed.append(f"{site} {len(content['validation'])}")
+    assert f"chosen on few of them ({', '.join(listed)}). Give validation more" in output
 
 
 def test_a_task_is_proposed_where_none_is_beside_the_data(

@@ -155,7 +155,7 @@ def test_folders_without_a_datalist_are_named(
     line = "note: folders without a datalist.json are no sites: paris, rome; write it with "
     assert f"{line}medflare data init {root}/paris" in report.render().split("\n")
     assert report.ok and list(report.sites) == ["berlin"]
-    assert check_site(root, make_task()).note == report.note  # the thumbnails are there now
+    assert check_site(root, make_task()).notes == report.notes  # the thumbnails are there now
     assert "are no sites" not in check_site(site, make_task()).render()
 
 

@@ -164,7 +164,12 @@ def init(
     )
     report = import_folder(root, options)
     print(report.render())
-    print(f"next: medflare task init {shlex.quote(str(report.home))} --out task.json")
+    home = shlex.quote(str(report.home))
+    listed = {item.split for items in report.sites.values() for item in items}
+    command = f"task init {home} --out task.json"
+    if listed == {"test"}:
+        command = f"data check {home} --task task.json    (the task of sites that train)"
+    print(f"next: medflare {command}")
 
 
 def phantom(
@@ -216,6 +221,8 @@ def check(
         medflare data check DATA --task brain_lgg --out check
     """
     from medflare.data.local import local_settings, read_local
+    from medflare.evaluation.findings import few_validation_line
+    from medflare.methods.parts.selection import FEW_IMAGES, images_behind
     from medflare.preparation.check import check_site, unreadable_files
 
     if local is not None and not local.exists():
@@ -228,8 +235,23 @@ def check(
         raise
     settings = local_settings({} if local is None else read_local(local))
     report = check_site(root, config, out=out, local=settings)
+    counts = {}
+    for name, site in report.sites.items():
+        if site.splits and not site.test_only:
+            counts[name] = site.splits["validation"][0]
+    if counts and images_behind(counts, "median") < FEW_IMAGES:
+        report.notes.append(few_validation_line(counts))
     print(report.render())
-    return 0 if report.ok else 1
+    if not report.ok:
+        return 1
+    if counts:
+        file = task or _task_beside(root)
+        home = shlex.quote(str(root))
+        command = f"medflare task init {home} --out task.json"
+        if file:
+            command = _run_command(root, shlex.quote(str(file)))
+        print(f"next: {command}")
+    return 0
 
 
 def fingerprint(root: Root, task: str | None = None, out: Path | None = None) -> None:
@@ -356,14 +378,12 @@ def _task(name: str | None, root: Path) -> "TaskConfig":
 
     if name is not None:
         return load_task(name)
-    root = root.resolve()
-    for folder in (root, root.parent):
-        file = folder / "task.json"
-        if file.is_file():
-            print(f"task: {file}", file=sys.stderr)
-            return load_task(file)
+    file = _task_beside(root)
+    if file is not None:
+        print(f"task: {file}", file=sys.stderr)
+        return load_task(file)
     try:
-        task = load_task(propose(root, TaskHints()).settings)
+        task = load_task(propose(root.resolve(), TaskHints()).settings)
     except DataError as error:
         remedy = "; or name one with --task" if isinstance(error, UnclearValuesError) else ""
         raise DataError(f"no task can be proposed: {error}{remedy}") from error
@@ -372,6 +392,13 @@ def _task(name: str | None, root: Path) -> "TaskConfig":
         file=sys.stderr,
     )
     return task
+
+
+def _task_beside(root: Path) -> Path | None:
+    """The task.json in a data root or above it."""
+    home = root.resolve()
+    files = [folder / "task.json" for folder in (home, home.parent)]
+    return next(filter(Path.is_file, files), None)
 
 
 def plan(
@@ -458,7 +485,7 @@ def init_task(
         medflare task init CT --modality ct --memory 24 --yes --out liver.json
     """
     from medflare.core.store import refuse_unwritable, write_json
-    from medflare.preparation.proposing import TIMED_ROUNDS, TaskHints, propose
+    from medflare.preparation.proposing import TaskHints, propose
 
     if out.is_file() and not force:
         raise ConfigError(f"{out} exists; keep it, or replace it with --force")
@@ -490,10 +517,19 @@ def init_task(
     data_root = shlex.quote(str(root))
     file = shlex.quote(str(out))
     print(f"written: {out}\nnext: medflare data check {data_root} --task {file}")
-    print(
-        f"      medflare run fedavg --task {file} --data-root {data_root} --rounds {TIMED_ROUNDS} "
-        "--engine local"
-    )
+    print(f"      {_run_command(root, file)}")
+
+
+def _run_command(root: Path, task: str) -> str:
+    """The command that trains on the images of a data root; `task`: its quoted file."""
+    from medflare.data.datalist import has_test_only, site_folders, site_name
+    from medflare.preparation.proposing import TIMED_ROUNDS
+
+    command = f"medflare run fedavg --task {task} --data-root {shlex.quote(str(root))}"
+    outside = [site_name(folder) for folder in site_folders(root) if has_test_only(folder)]
+    if outside:
+        command += f" --outside {shlex.quote(','.join(outside))}"
+    return f"{command} --rounds {TIMED_ROUNDS} --engine local"
 
 
 def _changes(proposed: Json, texts: Mapping[str, str | None]) -> dict[str, str | None]:

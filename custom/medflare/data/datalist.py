@@ -137,6 +137,11 @@ def site_name(folder: Path) -> str:
     return folder.name
 
 
+def has_test_only(folder: Path) -> bool:
+    """Whether a site has test images only, so that it can only be an outside site."""
+    return {entry.split for entry in read_datalist(folder, "classification")} == {"test"}
+
+
 # -- the file --------------------------------------------------------------------------------------
 
 

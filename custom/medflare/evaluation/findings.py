@@ -171,6 +171,13 @@ def kinds_of_training(results: Json, history: _Steps, sites: Iterable[str]) -> d
     return kinds
 
 
+def few_validation_line(counts: Mapping[str, int]) -> str:
+    """What to do, before a run, about few validation images; `counts`: site -> its images."""
+    listed = ", ".join(f"{site} {count}" for site, count in counts.items())
+    kind = "few_validation_images"
+    return f"{kind}: the model will be chosen on few of them ({listed}). {_TEXTS[kind].remedy}"
+
+
 def findings_at_site(results: Json, site: str, kinds: Iterable[str]) -> list[Finding]:
     """The findings of a site's page: about its test images, and those of `kinds_of_training`."""
     notes = _notes(results, (), "deployed")

@@ -151,7 +151,7 @@ class CheckReport:
     shift_reason: str = ""  # why it cannot
     unread: Sequence[str] = ()  # sites whose images cannot be used, so that they have no shift
     thumbnails: Path | None = None  # the contact sheet, if requested
-    note: str = ""  # folders that are no sites
+    notes: list[str] = field(default_factory=list)  # of all sites, one line each
     problem: str = ""  # why these sites together cannot train, with the remedy
 
     @property
@@ -178,8 +178,8 @@ class CheckReport:
         lines += ["", f"shift between sites: {shift}"]
         if self.thumbnails:
             lines.append(f"thumbnails, a row for each site: {self.thumbnails}")
-        if self.note:
-            lines.append(f"note: {self.note}")
+        for note in self.notes:
+            lines.append(f"note: {note}")
         if self.problem:
             lines.append(f"PROBLEM: {self.problem}")
         lines.append("OK" if self.ok else "NOT OK: solve the problems above and check again")
@@ -214,7 +214,7 @@ def check_site(
         make_folder(Path(out))
     report = CheckReport(task, root, {})
     if folders != [root]:
-        report.note = _no_sites(root, out)
+        report.notes += _no_sites(root, out)
     data = {}
     seen: _SeenImages = {}
     for folder in folders:
@@ -266,9 +266,9 @@ def unreadable_files(root: Path) -> list[str]:
     return damaged + _grouped(lines)
 
 
-def _no_sites(root: Path, out: Path | str | None) -> str:
-    """A line that names the folders beside the sites without a datalist, or ""; `out` and folders
-    of results are not meant as sites.
+def _no_sites(root: Path, out: Path | str | None) -> list[str]:
+    """A line that names the folders beside the sites without a datalist, if there are some; `out`
+    and folders of results are not meant as sites.
     """
     folders = []
     for folder in folders_without_datalist(root):
@@ -277,10 +277,10 @@ def _no_sites(root: Path, out: Path | str | None) -> str:
         if not (is_output or is_out):
             folders.append(folder)
     if not folders:
-        return ""
+        return []
     names = ", ".join(folder.name for folder in folders)
     command = f"medflare data init {shlex.quote(str(folders[0]))}"
-    return f"folders without a {FILE} are no sites: {names}; write it with {command}"
+    return [f"folders without a {FILE} are no sites: {names}; write it with {command}"]
 
 
 def check_task(task: TaskConfig) -> None:

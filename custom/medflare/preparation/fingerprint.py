@@ -6,6 +6,7 @@ It has no image, file or patient name.
 import dataclasses
 import hashlib
 import json
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -23,10 +24,10 @@ from medflare.core.settings import strict_dataclass
 from medflare.core.store import write_json
 from medflare.core.text import read_json
 from medflare.data.acquisition import Axes
-from medflare.data.datalist import FILE, DatalistItem, site_folders, site_name
+from medflare.data.datalist import FILE, DatalistItem, has_test_only, site_folders, site_name
 from medflare.data.decoding import Source, file_state, pictures_of, target_of
 from medflare.data.loading import check_unreadable, open_source, usable_items
-from medflare.data.progress import with_progress
+from medflare.data.progress import announce, with_progress
 from medflare.data.targets import class_counts, encode_label
 from medflare.preparation.structures import Layout, LayoutOfImages
 from medflare.tasks.config import TaskConfig
@@ -135,7 +136,7 @@ Fingerprints: TypeAlias = Sequence[DatasetFingerprint]  # one of each site
 def fingerprints(
     root: Path | str, task: TaskConfig, sample: int | None = None
 ) -> list[DatasetFingerprint]:
-    """The fingerprint of every site below a data root.
+    """The fingerprint of every site below a data root, but of those with test images only.
 
     Args:
         root: one site's folder, or a folder with one folder per site.
@@ -152,6 +153,9 @@ def fingerprints(
     sites = []
     for folder in site_folders(Path(root)):
         site = site_name(folder)
+        if has_test_only(folder):
+            announce(f"{site}: left out, as it has test images only")
+            continue
         source_of_task = partial(open_source, site, root=folder)
         if sample is None:
             fingerprint = fingerprint_of(site, task, source_of_task)
@@ -159,6 +163,11 @@ def fingerprints(
             fingerprint = _saved_fingerprint(folder, site, task, source_of_task, sample)
         if fingerprint is not None:
             sites.append(fingerprint)
+    if not sites:
+        raise DataError(
+            f"{root}: test images only; use the task of sites that train: "
+            f"medflare data check {shlex.quote(str(root))} --task task.json"
+        )
     return sites
 
 
