@@ -234,3 +234,25 @@ def test_a_patient_at_two_sites_is_in_one_split(tmp_path: Path) -> None:
     assert len(splits) == 68 and {len(names) for names in splits.values()} == {1}
     (warning,) = (line for line in report.warnings if "at two sites" in line)
     assert warning.startswith("patients at two sites: 12, ") and "one split" in warning
+
+
+def test_what_is_left_out_may_be_at_one_site_or_a_site(tmp_path: Path) -> None:
+    root = tmp_path / "hospitals"
+    for site in ("A", "B"):
+        classes(root / site)
+    picture(root / "A" / "thumbs" / "t.png")
+    (root / "Empty").mkdir()
+    options: dict[str, Any] = {"site_folders": True, "out": tmp_path / "DATA"}
+    refused("Empty: no image .* if it is no site, give --leave-out Empty", root, **options)
+    refused(
+        "hospitals: no file fits --leave-out nothing",
+        root,
+        leave_out=("Empty", "nothing"),
+        **options,
+    )
+    report = import_folder(root, ImportOptions(leave_out=("Empty", "thumbs"), **options))
+    assert {site: len(items) for site, items in report.sites.items()} == {"A": 40, "B": 40}
+    assert "note: A: left out by --leave-out thumbs: 1 files" in report.render()
+    options["force"] = True
+    report = import_folder(root, ImportOptions(leave_out=("Empty", "A/thumbs", "B"), **options))
+    assert {site: len(items) for site, items in report.sites.items()} == {"A": 40}

@@ -39,6 +39,7 @@ from medflare.preparation.dataset_import.folders import (
     Dataset,
     ImageFolder,
     Item,
+    check_patterns,
     is_system_folder,
     is_table,
     prefixed,
@@ -135,13 +136,17 @@ def import_folder(root: Path, options: ImportOptions = DEFAULTS) -> ImportReport
 
 
 def _read_folder(
-    root: Path, options: ImportOptions, *, several_tables: bool = False
+    root: Path,
+    options: ImportOptions,
+    *,
+    several_tables: bool = False,
+    all_sites: Path | None = None,
 ) -> tuple[ImageFolder, Dataset]:
     """The files of a folder, and its images with labels; DataError as of `import_folder`.
 
-    `several_tables`: see `find_dataset`.
+    `several_tables`: see `find_dataset`; `all_sites`: see `scan_folder`.
     """
-    folder = with_masks_of_cases(scan_folder(root, options.leave_out))
+    folder = with_masks_of_cases(scan_folder(root, options.leave_out, all_sites))
     dataset = find_dataset(folder, options, several_tables=several_tables)
     dataset = with_two_values(dataset, options.structures, options.threshold)
     return folder, _checked(folder, dataset, options)
@@ -465,7 +470,8 @@ def _site_column_notes(dataset: Dataset) -> tuple[str, ...]:
 
 
 def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
-    paths = _folders_of_sites(root)
+    paths = _folders_of_sites(root, options.leave_out)
+    check_patterns(root, options.leave_out)
     of_site = {}
     folders = {}
     datasets = {}
@@ -537,11 +543,12 @@ def _classes_of(dataset: Dataset) -> list[str]:
     return [*dataset.labels.values()] if dataset.kind == "classification" else []
 
 
-def _folders_of_sites(root: Path) -> list[Path]:
+def _folders_of_sites(root: Path, leave_out: Sequence[str]) -> list[Path]:
     paths = []
     if root.is_dir():
         for path in sorted(root.iterdir()):
-            if path.is_dir() and path.name[0] != "." and not is_system_folder(path.name):
+            left_out = path.name[0] == "." or any(map(path.match, leave_out))
+            if path.is_dir() and not left_out and not is_system_folder(path.name):
                 paths.append(path)
     if not paths:
         raise DataError(
@@ -553,7 +560,7 @@ def _folders_of_sites(root: Path) -> list[Path]:
 def _read_site(path: Path, options: ImportOptions) -> tuple[ImageFolder, Dataset]:
     """As `_read_folder`; errors about columns say that an option names them for all sites."""
     try:
-        return _read_folder(path, options)
+        return _read_folder(path, options, all_sites=path.parent)
     except ColumnError as error:
         raise DataError(f"{error}; columns need the same names at all sites") from error
 

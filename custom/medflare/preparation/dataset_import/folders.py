@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -170,12 +171,17 @@ class ImageFolder:
         return [path for path, name in self.names.items() if name.mask]
 
 
-def scan_folder(root: Path, leave_out: Sequence[str] = ()) -> ImageFolder:
+def scan_folder(
+    root: Path, leave_out: Sequence[str] = (), all_sites: Path | None = None
+) -> ImageFolder:
     """All images and tables below a folder, but hidden ones, those of the system and of sites.
 
-    `leave_out`: patterns of files and folders that are not read, as "masks" or "*_preview.png".
+    Args:
+        leave_out: patterns of files and folders that are not read, as "masks" or "*_preview.png".
+        all_sites: the folder of the sites, if this is the folder of one.
 
-    DataError if there is no image, or for a pattern that no file has.
+    Raises:
+        DataError: no image, or without `all_sites` a pattern that no file fits.
     """
     if not root.is_dir():
         raise DataError(f"{root}: not a folder; give the folder of the images, unpacked")
@@ -188,8 +194,10 @@ def scan_folder(root: Path, leave_out: Sequence[str] = ()) -> ImageFolder:
     tables: list[str] = []  # lines about files that may be tables
     read = image_suffixes()
     matched: Counter[str] = Counter(dict.fromkeys(leave_out, 0))  # pattern -> files
+    if all_sites is None:
+        check_patterns(root, leave_out)
     for folder, every_file in walk(root, left_out, _reason_of_datalist):
-        files = _without(every_file, root, matched)
+        files = _without(every_file, all_sites or root, matched)
         if not os.listdir(folder) and folder != root:
             left_out.setdefault("as they are empty", []).append(folder.name)
         dicom = [file for file in files if file.is_file() and is_dicom(file)]
@@ -210,7 +218,9 @@ def scan_folder(root: Path, leave_out: Sequence[str] = ()) -> ImageFolder:
         if suffix(file) in _TEXTS and file.name not in (HEADER, FILE):
             texts.append(file)
     notes = left_out_lines(left_out)
-    notes += _lines_of_patterns(matched, root)
+    notes += [
+        f"left out by --leave-out {pattern}: {matched[pattern]} files" for pattern in +matched
+    ]
     previews = _previews(images)
     images = [image for image in images if image not in previews]
     notes += _line_of_files("previews of other images", previews, root)
@@ -220,9 +230,7 @@ def scan_folder(root: Path, leave_out: Sequence[str] = ()) -> ImageFolder:
     notes += _not_read(all_files, root)
     notes += tables
     if not images:
-        suffixes = ", ".join((*read, ".dcm"))
-        remedy = "; ".join(("give the folder of the images", *notes, *unreadable[:1]))
-        raise DataError(f"{root}: no image ({suffixes}); {remedy}")
+        raise _without_image(root, [*notes, *unreadable[:1]], one_site=all_sites is not None)
     by_series = {header.series: image for image, header in headers.items()}
     patients = {}
     segmented = {}
@@ -264,14 +272,23 @@ def _without(files: Iterable[Path], root: Path, matched: Counter[str]) -> list[P
     return others
 
 
-def _lines_of_patterns(matched: Mapping[str, int], root: Path) -> list[str]:
-    """A line for each pattern of files to leave out; DataError for one that no file fits."""
-    lines = []
+def _without_image(root: Path, notes: Sequence[str], *, one_site: bool) -> DataError:
+    """That a folder, or that of one of several sites, has no image; `notes`: what may be why."""
+    suffixes = ", ".join((*image_suffixes(), ".dcm"))
+    remedy = "give the folder of the images"
+    if one_site:
+        remedy = f"if it is no site, give --leave-out {shlex.quote(root.name)}"
+    return DataError("; ".join((f"{root}: no image ({suffixes})", remedy, *notes)))
+
+
+def check_patterns(root: Path, patterns: Iterable[str]) -> None:
+    """Raise DataError for a pattern that no file or folder fits."""
+    matched: Counter[str] = Counter(dict.fromkeys(patterns, 0))
+    for folder, files in walk(root, {}) if matched else ():
+        _without([folder, *files], root, matched)
     for pattern, number in matched.items():
         if not number:
             raise DataError(f"{root}: no file fits --leave-out {pattern}; correct the pattern")
-        lines.append(f"left out by --leave-out {pattern}: {number} files")
-    return lines
 
 
 def is_table(file: Path) -> bool:
