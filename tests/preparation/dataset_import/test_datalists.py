@@ -256,3 +256,14 @@ def test_what_is_left_out_may_be_at_one_site_or_a_site(tmp_path: Path) -> None:
     options["force"] = True
     report = import_folder(root, ImportOptions(leave_out=("Empty", "A/thumbs", "B"), **options))
     assert {site: len(items) for site, items in report.sites.items()} == {"A": 40}
+
+
+def test_nothing_is_written_before_the_patients_of_all_sites_are_known(tmp_path: Path) -> None:
+    root = tmp_path / "hospitals"
+    classes(root / "A")
+    for number in range(8):
+        picture(root / "B" / ("cat", "dog")[number % 2] / f"Q-{number}-a.png")
+    options: dict[str, Any] = {"site_folders": True, "out": tmp_path / "DATA"}
+    refused("^B: --patient .* does not match 'cat/Q-0-a.png'", root, patient=BY_NAME, **options)
+    assert not (tmp_path / "DATA").exists()
+    import_folder(root, ImportOptions(patient=r"^(p\d+|Q-\d)", **options))

@@ -4,12 +4,12 @@ import re
 import shlex
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 from PIL import ExifTags, Image
@@ -64,6 +64,7 @@ from medflare.preparation.dataset_import.written_masks import can_be_written
 # Maximum of folders, and minimum of images in each, for which they may be sites.
 _MAX_SITES = 30
 _MIN_IMAGES = 5
+T = TypeVar("T")
 _SHOWN = 10  # lines about incomplete images
 
 
@@ -132,7 +133,10 @@ def import_folder(root: Path, options: ImportOptions = DEFAULTS) -> ImportReport
     if (options.sites is not None or options.columns.site) and options.out is None:
         raise DataError(f"{root}: several sites need a folder of their own; name it with --out")
     _check_out(root, options.out)
-    return _write_sites(*_read_folder(root, options), options)
+    folder, dataset = _read_folder(root, options)
+    report = _with_splits(folder, dataset, options)
+    _write_sites(folder, report, options)
+    return report
 
 
 def _read_folder(
@@ -284,8 +288,8 @@ def _refuse_links(items: Iterable[Item], root: Path) -> None:
             check_folder(file, allowed, str(root), "give --out for links to the files")
 
 
-def _write_sites(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> ImportReport:
-    """Write the datalists of the images of a folder."""
+def _with_splits(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> ImportReport:
+    """The images of a folder with patients, sites and splits, before anything is written."""
     root = folder.root
     items, warning = assign_patients(dataset.items, folder, options.patient, dataset.patient_column)
     if options.redraw:
@@ -311,15 +315,21 @@ def _write_sites(folder: ImageFolder, dataset: Dataset, options: ImportOptions) 
     warnings += _lines_without_split(sites)
     home = options.out or root
     check_target(home, sites, force=options.force)
+    guessed = _guessed(dataset, options)
+    return ImportReport(dataset, sites, home, tuple(filter(None, warnings)), guessed)
+
+
+def _write_sites(folder: ImageFolder, report: ImportReport, options: ImportOptions) -> None:
+    """Write the datalists of the images of a folder, and link the files."""
+    root = folder.root
+    dataset = report.dataset
     header: dict[str, Any] = {"labels": dataset.labels, "channel_names": dataset.channels}
     header["structure"] = dataset.structure
     header["annotated"] = dataset.annotated
-    for site, listed in sites.items():
+    for site, listed in report.sites.items():
         if options.out is not None:
-            place_files(home / site, listed, root, copy=options.copy, slices=folder.slices)
-        write_datalist(home / site, listed, root, header=header)
-    guessed = _guessed(dataset, options)
-    return ImportReport(dataset, sites, home, tuple(filter(None, warnings)), guessed)
+            place_files(report.home / site, listed, root, copy=options.copy, slices=folder.slices)
+        write_datalist(report.home / site, listed, root, header=header)
 
 
 def _refuse_test_alone(dataset: Dataset, items: Sequence[Item], folder: ImageFolder) -> None:
@@ -473,41 +483,53 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
     paths = _folders_of_sites(root, options.leave_out)
     check_patterns(root, options.leave_out)
     of_site = {}
-    folders = {}
-    datasets = {}
     for path in paths:
         of_site[path.name] = replace(options, out=options.out and options.out / path.name)
         _check_out(path, of_site[path.name].out)
     of_all = None
     if _has_tables_beside(root, paths, options):
         of_all = _read_folder(root, options, several_tables=options.table is None)
-    problems = {}
-    for path in paths:
-        try:
-            if of_all is None:
-                folders[path.name], datasets[path.name] = _read_site(path, of_site[path.name])
-            else:
-                folders[path.name], datasets[path.name] = _part_of(path, *of_all)
-        except DataError as error:
-            problems[path] = error
-    classes = sorted_labels({*chain.from_iterable(map(_classes_of, datasets.values()))})
-    for path in [*problems] if classes and of_all is None else []:
-        with suppress(DataError):  # a site with one class, which another site has
-            with_classes_of_others = replace(of_site[path.name], classes=tuple(classes))
-            folders[path.name], datasets[path.name] = _read_site(path, with_classes_of_others)
-            del problems[path]
-    if problems:
-        raise DataError("; also ".join(map(str, problems.values())))
-    datasets = {path.name: datasets[path.name] for path in paths}
+
+    def read(site: str) -> tuple[ImageFolder, Dataset]:
+        if of_all is None:
+            return _read_site(root / site, of_site[site])
+        return _part_of(root / site, *of_all)
+
+    first_read = {}
+    for site in of_site:
+        with suppress(DataError):
+            first_read[site] = read(site)
+    known = chain.from_iterable(_classes_of(dataset) for _, dataset in first_read.values())
+    classes = tuple(sorted_labels({*known}))
+
+    def read_with_known_classes(site: str) -> tuple[ImageFolder, Dataset]:
+        if site in first_read:
+            return first_read[site]
+        if classes and of_all is None:
+            with suppress(DataError):  # a site with one class, which another site has
+                return _read_site(root / site, replace(of_site[site], classes=classes))
+        return read(site)
+
+    read_of = _for_each(of_site, read_with_known_classes)
+    datasets = {site: dataset for site, (_, dataset) in read_of.items()}
     datasets = with_all_channels(with_all_classes(datasets, root), root)
+
+    def with_splits(site: str) -> ImportReport:
+        try:
+            return _with_splits(read_of[site][0], datasets[site], of_site[site])
+        except DataError as error:
+            raise DataError(f"{site}: {error}") from error
+
+    reports = _for_each(of_site, with_splits)
     sites = {}
     of_warning = defaultdict(list)  # warning -> its sites
     notes = []
     missing = []
     guessed = ""
     first_site, first = next(iter(datasets.items()))
-    for site, dataset in datasets.items():
-        report = _write_sites(folders[site], dataset, of_site[site])
+    for site, report in reports.items():
+        dataset = datasets[site]
+        _write_sites(read_of[site][0], report, of_site[site])
         sites[site] = report.sites[""]
         guessed = guessed or report.guessed
         for warning in report.warnings:
@@ -526,6 +548,22 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
     warnings = [f"{', '.join(names)}: {warning}" for warning, names in of_warning.items()]
     warnings.append(_apart_warning(dataset, sites))
     return ImportReport(dataset, sites, options.out or root, tuple(filter(None, warnings)), guessed)
+
+
+def _for_each(sites: Iterable[str], result_of: Callable[[str], T]) -> dict[str, T]:
+    """Site -> its result; DataError with the problems of all sites."""
+    results = {}
+    problems = []
+    for site in sites:
+        try:
+            results[site] = result_of(site)
+        except DataError as error:
+            problems.append(error)
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise DataError("; also ".join(map(str, problems)))
+    return results
 
 
 def _structures_of(site: str, dataset: Dataset) -> SiteStructures:

@@ -147,7 +147,8 @@ def _match_patients(items: Sequence[Item], folder: ImageFolder, pattern: str) ->
         match = expression.search(name)
         if not match or not match[group]:
             raise DataError(
-                f"--patient '{pattern}' does not match {name!r}; correct the expression"
+                f"--patient '{pattern}' does not match {name!r}; correct the expression "
+                "(as '^(p\\d+|q\\d+)' for two ways to write patients)"
             )
         assigned.append(replace(item, patient=match[group]))
     return assigned
