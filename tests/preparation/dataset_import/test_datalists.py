@@ -267,3 +267,24 @@ def test_nothing_is_written_before_the_patients_of_all_sites_are_known(tmp_path:
     refused("^B: --patient .* does not match 'cat/Q-0-a.png'", root, patient=BY_NAME, **options)
     assert not (tmp_path / "DATA").exists()
     import_folder(root, ImportOptions(patient=r"^(p\d+|Q-\d)", **options))
+
+
+def test_a_table_of_each_site_is_chosen_by_its_name(tmp_path: Path) -> None:
+    root = tmp_path / "hospitals"
+    for site in ("A", "B"):
+        names = [f"{site}{number:02}.png" for number in range(12)]
+        for number, name in enumerate(names):
+            picture(root / site / name, 80 + number)
+        for column in ("label", "grade"):
+            rows = (
+                (name, number % 2 if column == "label" else 0) for number, name in enumerate(names)
+            )
+            table(root / site / f"{column}.csv", ("image", column), *rows)
+    options: dict[str, Any] = {"site_folders": True, "out": tmp_path / "DATA"}
+    refused("A: 2 tables .* choose one with --table NAME, as all sites call it", root, **options)
+    report = import_folder(root, ImportOptions(table=Path("label.csv"), **options))
+    for site, items in report.sites.items():
+        labels = {item.first.name: report.dataset.labels[str(item.label)] for item in items}
+        assert labels == {f"{site}{number:02}.png": str(number % 2) for number in range(12)}
+    (root / "B" / "label.csv").unlink()
+    refused("B/label.csv: no such file", root, table=Path("label.csv"), **options)

@@ -483,11 +483,15 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
     paths = _folders_of_sites(root, options.leave_out)
     check_patterns(root, options.leave_out)
     of_site = {}
+    table = options.table
+    in_each = table is not None and not table.exists()
     for path in paths:
-        of_site[path.name] = replace(options, out=options.out and options.out / path.name)
+        own_table = path / table if table is not None and in_each else table
+        out = options.out and options.out / path.name
+        of_site[path.name] = replace(options, out=out, table=own_table)
         _check_out(path, of_site[path.name].out)
     of_all = None
-    if _has_tables_beside(root, paths, options):
+    if not in_each and _has_tables_beside(root, paths, options):
         of_all = _read_folder(root, options, several_tables=options.table is None)
 
     def read(site: str) -> tuple[ImageFolder, Dataset]:

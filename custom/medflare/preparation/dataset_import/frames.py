@@ -40,6 +40,8 @@ def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
     try:
         lines = _lines_of_workbook(path) if is_workbook else _lines_of_text(read_text(path))
         header, rows = _header_and_rows(lines)
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file; correct the path") from error
     except (OSError, ValueError, csv.Error) as error:
         raise DataError(
             f"{path}: cannot be read as a table ({one_line(error)}); "

@@ -75,7 +75,7 @@ def find_dataset(
     if requested and len(tables) == 1 and not describes:
         used = tables
     if not several_tables:
-        _refuse_several_tables(folder, used)
+        _refuse_several_tables(folder, used, options)
     if requested and not used and not describes:
         problem = f"{folder.root}: no table (CSV or Excel) for the columns; name it with --table"
         raise DataError("; ".join((problem, *_problems(tables), *_shared_columns(folder))))
@@ -139,15 +139,17 @@ def _problems(tables: Iterable[ImageTable]) -> list[str]:
     return [str(table.problem) for table in tables if table.problem]
 
 
-def _refuse_several_tables(folder: ImageFolder, tables: Sequence[ImageTable]) -> None:
+def _refuse_several_tables(
+    folder: ImageFolder, tables: Sequence[ImageTable], options: ImportOptions
+) -> None:
     """Raise DataError for several tables, unless each is of a split."""
     splits = {table.split for table in tables} - {""}
     if len(tables) > 1 and len(splits) < len(tables):
         names = ", ".join(folder.relative(table.path) for table in tables)
-        raise DataError(
-            f"{folder.root}: {len(tables)} tables ({names}); "
-            "choose one with --table, unite them, or give --site-folders"
-        )
+        remedy = "choose one with --table, unite them, or give --site-folders"
+        if options.site_folders:
+            remedy = "choose one with --table NAME, as all sites call it, or unite them"
+        raise DataError(f"{folder.root}: {len(tables)} tables ({names}); {remedy}")
 
 
 def _by_tables(
