@@ -493,28 +493,7 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
     of_all = None
     if not in_each and _has_tables_beside(root, paths, options):
         of_all = _read_folder(root, options, several_tables=options.table is None)
-
-    def read(site: str) -> tuple[ImageFolder, Dataset]:
-        if of_all is None:
-            return _read_site(root / site, of_site[site])
-        return _part_of(root / site, *of_all)
-
-    first_read = {}
-    for site in of_site:
-        with suppress(DataError):
-            first_read[site] = read(site)
-    known = chain.from_iterable(_classes_of(dataset) for _, dataset in first_read.values())
-    classes = tuple(sorted_labels({*known}))
-
-    def read_with_known_classes(site: str) -> tuple[ImageFolder, Dataset]:
-        if site in first_read:
-            return first_read[site]
-        if classes and of_all is None:
-            with suppress(DataError):  # a site with one class, which another site has
-                return _read_site(root / site, replace(of_site[site], classes=classes))
-        return read(site)
-
-    read_of = _for_each(of_site, read_with_known_classes)
+    read_of = _read_sites(root, of_site, of_all)
     datasets = {site: dataset for site, (_, dataset) in read_of.items()}
     datasets = with_all_channels(with_all_classes(datasets, root), root)
 
@@ -552,6 +531,34 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
     warnings = [f"{', '.join(names)}: {warning}" for warning, names in of_warning.items()]
     warnings.append(_apart_warning(dataset, sites))
     return ImportReport(dataset, sites, options.out or root, tuple(filter(None, warnings)), guessed)
+
+
+def _read_sites(
+    root: Path, of_site: Mapping[str, ImportOptions], of_all: tuple[ImageFolder, Dataset] | None
+) -> dict[str, tuple[ImageFolder, Dataset]]:
+    """Site -> its folder and images; `of_all`: read from tables beside the sites."""
+
+    def read(site: str) -> tuple[ImageFolder, Dataset]:
+        if of_all is None:
+            return _read_site(root / site, of_site[site])
+        return _part_of(root / site, *of_all)
+
+    first_read = {}
+    for site in of_site:
+        with suppress(DataError):
+            first_read[site] = read(site)
+    known = chain.from_iterable(_classes_of(dataset) for _, dataset in first_read.values())
+    classes = tuple(sorted_labels({*known}))
+
+    def read_with_known_classes(site: str) -> tuple[ImageFolder, Dataset]:
+        if site in first_read:
+            return first_read[site]
+        if classes and of_all is None:
+            with suppress(DataError):  # a site with one class, which another site has
+                return _read_site(root / site, replace(of_site[site], classes=classes))
+        return read(site)
+
+    return _for_each(of_site, read_with_known_classes)
 
 
 def _for_each(sites: Iterable[str], result_of: Callable[[str], T]) -> dict[str, T]:
