@@ -117,6 +117,20 @@ def test_below_like_and_not_distinguishable_from_the_constant_answer(record: Run
     )
 
 
+def test_the_f1_of_a_guess_is_above_the_constant_answer_and_not_better(record: RunRecord) -> None:
+    """Answers of a fair coin for 35 and 15 images: F1 0.46 at an AUC of 0.5; one class: F1 0.41."""
+    task = small_task("classification", metric="f1_macro")
+    sites = {}
+    for name, auc in (("A", 0.5), ("B", 0.9)):
+        metrics = {"deployed": {"f1_macro": 0.46, "auc_macro": auc}}
+        sites[name] = SiteRecord("inside", {"test": 50}, metrics, constant=0.41)
+    results = build_results(
+        dataclasses.replace(record, task=task, sites=sites, history=[], events=[])
+    )
+    where = {finding.kind: finding.where for finding in findings(results)}
+    assert where["at_chance"] == "A: AUC (macro) 0.500, like a guess"
+
+
 def test_volumes_far_from_the_truth(record: RunRecord) -> None:
     task = small_task(labels=["disc"], metrics=["dice", "volume_error"])
     sites = {}

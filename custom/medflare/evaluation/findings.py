@@ -250,7 +250,10 @@ def _against_constant(name: str, site: Json, metric: str, model: str) -> Iterato
     value = site["metrics"][model][metric]
     numbers = f"{metric_label(metric)} {format_metric(metric, value)}"
     of_constant = f"the constant answer {format_metric(metric, site['constant'])}"
-    if standing == "not better":
+    if standing == "not better" and not is_at_chance(value, site["constant"]):
+        auc = format_metric(_AUC, site["metrics"][model][_AUC])
+        yield _Note("at_chance", name, f"{metric_label(_AUC)} {auc}, like a guess")
+    elif standing == "not better":
         comparison = "below" if value < site["constant"] else "like"
         yield _Note("at_chance", name, f"{numbers}, {comparison} {of_constant}")
     else:
@@ -454,6 +457,7 @@ def level_sentence(results: Json) -> str:
     return f"{start}: {'; '.join(parts)}."
 
 
+_AUC = "auc_macro"
 _STANDINGS = {
     "no interval": "above it, but without an interval,",
     "not better": "not better",
@@ -463,7 +467,10 @@ _STANDINGS = {
 
 
 def _standing(site: Json, metric: str, model: str = "deployed") -> str:
-    """How a model stands to the constant answer at a site: "better" or a key of `_STANDINGS`."""
+    """How a model stands to the constant answer at a site: "better" or a key of `_STANDINGS`.
+
+    A guess has a higher F1 than the constant answer, and an AUC of 0.5.
+    """
     value = site["metrics"].get(model, {}).get(metric)
     constant = site.get("constant")
     if value is None or constant is None:
@@ -471,11 +478,12 @@ def _standing(site: Json, metric: str, model: str = "deployed") -> str:
     if is_at_chance(value, constant):
         return "not better"
     bounds = site.get("intervals", {}).get(model, {}).get(metric)
-    if not bounds:
-        return "no interval"
-    if bounds[0] > constant:
+    if bounds and bounds[0] > constant:
         return "better"
-    return "open"
+    auc = site["metrics"][model].get(_AUC)
+    if auc is not None and is_at_chance(auc, 0.5):
+        return "not better"
+    return "open" if bounds else "no interval"
 
 
 def _without_praise(standings: Mapping[str, Sequence[str]]) -> str:

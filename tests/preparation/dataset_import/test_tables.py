@@ -95,6 +95,14 @@ def test_lines_above_the_header_and_columns_of_one_name_are_refused(tmp_path: Pa
     assert len(read_frame(tmp_path / "t.csv")) == 12
 
 
+def test_an_empty_table_beside_the_images_is_no_table(tmp_path: Path) -> None:
+    classes(tmp_path)
+    (tmp_path / "list.csv").touch()
+    (tmp_path / "notes.csv").write_text("\n\n")
+    report = import_folder(tmp_path)
+    assert any("empty: list.csv, notes.csv" in note for note in report.dataset.notes)
+
+
 def test_a_table_of_excel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers are floats there, formatted cells may be empty, and a sheet may be, too."""
     openpyxl = pytest.importorskip("openpyxl")

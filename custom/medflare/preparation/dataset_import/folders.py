@@ -29,6 +29,7 @@ from medflare.preparation.dataset_import.names import (
 NEARLY_ALL = 0.9  # share of images from which something counts as said of all
 MAX_CLASSES = 30  # more folders or values are probably not classes
 WORKBOOK = ".xlsx"
+_BLANK_BYTES = 1000  # of an empty table, at most
 _TAGS = (
     "Rows",
     "SOPClassUID",
@@ -198,8 +199,11 @@ def scan_folder(
         check_patterns(root, leave_out)
     for folder, every_file in walk(root, left_out, _reason_of_datalist):
         files = _without(every_file, all_sites or root, matched)
-        if not os.listdir(folder) and folder != root:
-            left_out.setdefault("as they are empty", []).append(folder.name)
+        empty = [folder] if not os.listdir(folder) and folder != root else []
+        empty += filter(_is_empty_table, files)
+        if empty:
+            left_out.setdefault("as they are empty", []).extend(path.name for path in empty)
+        files = [file for file in files if file not in empty]
         dicom = [file for file in files if file.is_file() and is_dicom(file)]
         tables += _lines_of_tables({*files} - {*dicom})
         readable, damaged, without_image = _read_headers(dicom)
@@ -293,6 +297,13 @@ def check_patterns(root: Path, patterns: Iterable[str]) -> None:
 
 def is_table(file: Path) -> bool:
     return suffix(file) in (".csv", ".tsv", WORKBOOK)
+
+
+def _is_empty_table(file: Path) -> bool:
+    """Whether a table has nothing but blank lines."""
+    if not (is_table(file) and file.is_file()) or file.stat().st_size > _BLANK_BYTES:
+        return False
+    return not file.read_bytes().strip()
 
 
 def _take_aside(
