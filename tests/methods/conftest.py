@@ -1,18 +1,9 @@
 """What the tests of the methods share."""
 
-from types import ModuleType
-
 import pytest
 
-import methods.squares
 from medflare.federation import final_models
 from medflare.tasks import summaries
-
-
-@pytest.fixture(scope="session")
-def squares() -> ModuleType:
-    """The small federation of methods/squares.py."""
-    return methods.squares
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from medflare.methods import catalogue
 from medflare.methods.catalogue import build_deployed, get_method, method_names, module_of
 from medflare.tasks.config import load_task
 from medflare.testing import OUTSIDE, SITES, TASK, check_method
+from methods import squares
 
 # Where the paper's number of steps would take a test too long.
 SHORTER: dict[str, dict[str, Any]] = {"fedsm_extra": {"selector_rounds": 2}}
@@ -165,7 +165,7 @@ def test_a_run_setting_is_not_taken_as_hyper_parameter(capsys: pytest.CaptureFix
     assert "--outside" in capsys.readouterr().err
 
 
-def test_a_stored_model_of_an_unknown_kind_is_refused(squares: ModuleType, tmp_path: Path) -> None:
+def test_a_stored_model_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     """A super model was once built as the plain model that is a part of it."""
     save_model(
         tmp_path, squares.SEGMENTATION, Message({"model": squares.start()}, {"kind": "super"}), {}

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -52,8 +51,9 @@ from medflare.methods.families.class_statistics.statistics import (
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 from medflare.tasks.annotation import Annotation
+from methods import squares
 
-PAIRS = {
+PAIRS: dict[str, tuple[type[Any], type[Any]]] = {
     "fedproto": (FedProtoSite, FedProtoServer),
     "fed_gaussian": (FedGaussianSite, FedGaussianServer),
     "ridge": (RidgeSite, RidgeServer),
@@ -78,7 +78,7 @@ def collected(algorithm: Any, network: Any) -> tuple[Tensor, Tensor]:
     return torch.cat([rows for rows, _ in parts]), torch.cat([labels for _, labels in parts], 1)
 
 
-def assert_bits(first: StateDict, second: StateDict, squares: ModuleType) -> None:
+def assert_bits(first: StateDict, second: StateDict) -> None:
     assert squares.equal(first, second)
 
 
@@ -87,9 +87,7 @@ def assert_bits(first: StateDict, second: StateDict, squares: ModuleType) -> Non
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("task", TASKS)
-def test_every_target_works_with_a_site_that_misses_the_first_round(
-    squares: ModuleType, name: str, task: str
-) -> None:
+def test_every_target_works_with_a_site_that_misses_the_first_round(name: str, task: str) -> None:
     played = squares.federation(
         *PAIRS[name],
         getattr(squares, task),
@@ -113,25 +111,23 @@ def test_volumes_in_patches_and_whole(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_algorithms_rebuilt_before_every_task_give_the_same_bits(
-    squares: ModuleType, name: str, tmp_path: Path
-) -> None:
+def test_algorithms_rebuilt_before_every_task_give_the_same_bits(name: str, tmp_path: Path) -> None:
     models = []
     for store in (None, tmp_path):
         played = squares.federation(*PAIRS[name], store=store)
         last = played.algorithms["A"].finalize(played.server.configure_final("A"))
         models.append(last["deployed"].states["model"])
-    assert_bits(models[0], models[1], squares)
+    assert_bits(models[0], models[1])
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_head_that_is_not_linear_with_bias_is_refused(squares: ModuleType, name: str) -> None:
+def test_a_head_that_is_not_linear_with_bias_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="network vgg16_slim is not one linear layer"):
         squares.plan_of(*PAIRS[name], squares.VGG)
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_moments_are_numpys(squares: ModuleType, task: str) -> None:
+def test_moments_are_numpys(task: str) -> None:
     algorithm = squares.algorithm(RidgeSite, task=getattr(squares, task))
     network = algorithm.site.network()
     features, labels = collected(algorithm, network)
@@ -155,19 +151,17 @@ def test_pooled_moments_are_those_of_the_union() -> None:
     torch.testing.assert_close(pooled, union.T.cov())
 
 
-def test_head_of_and_with_head_are_inverse(squares: ModuleType) -> None:
+def test_head_of_and_with_head_are_inverse() -> None:
     for task in (squares.SEGMENTATION, squares.MULTICLASS, squares.BINARY_CLASSIFICATION):
         state = squares.start(task)
-        assert_bits(with_head(state, *head_of(state)), state, squares)
+        assert_bits(with_head(state, *head_of(state)), state)
         weight, bias = head_of(state)
         moved = with_head(state, weight + 1, bias + 2)
         assert head_of(moved)[0].equal(weight + 1) and head_of(moved)[1].equal(bias + 2)
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_statistics_of_zeros_are_an_event_and_change_nothing(
-    squares: ModuleType, name: str
-) -> None:
+def test_statistics_of_zeros_are_an_event_and_change_nothing(name: str) -> None:
     site_class, server_class = PAIRS[name]
     members = squares.algorithms(site_class)
     server = squares.server(server_class, algorithms=members, rounds=1)
@@ -183,11 +177,11 @@ def test_statistics_of_zeros_are_an_event_and_change_nothing(
     alone = squares.server(server_class, algorithms=members, rounds=1)
     alone.aggregate(step, {"A": replies["A"]})
     for entry, state in alone.memory.states.items():
-        assert_bits(server.memory.states[entry], state, squares)
+        assert_bits(server.memory.states[entry], state)
 
 
 @pytest.mark.parametrize("target", ["multiclass", "multilabel"])
-def test_a_small_class_is_suppressed(squares: ModuleType, target: str) -> None:
+def test_a_small_class_is_suppressed(target: str) -> None:
     """Of several labels all rows: those of a label and its negatives add up to what other labels show."""
     task = squares.MULTICLASS if target == "multiclass" else squares.MULTILABEL
     for site_class, phase, entry in (
@@ -228,7 +222,7 @@ def test_distance_to_prototypes_by_hand() -> None:
     assert prototype_distance(maps, labels.reshape(1, 1, 3), prototypes) == 2.0
 
 
-def test_the_head_predicts_the_nearest_prototype(squares: ModuleType) -> None:
+def test_the_head_predicts_the_nearest_prototype() -> None:
     features = drawn_features(20, 4)
     prototypes = drawn_features(3, 4, seed=1)
     distances = torch.cdist(features, prototypes).square()
@@ -244,23 +238,23 @@ def test_the_head_predicts_the_nearest_prototype(squares: ModuleType) -> None:
     torch.testing.assert_close(logits, expected)
 
 
-def trained_personal(squares: ModuleType, lam: float) -> tuple[Any, Any]:
+def trained_personal(lam: float) -> tuple[Any, Any]:
     played = squares.federation(FedProtoSite, FedProtoServer, lam=lam)
     return played.algorithms["A"], played.server
 
 
-def test_without_the_term_a_site_trains_alone(squares: ModuleType) -> None:
+def test_without_the_term_a_site_trains_alone() -> None:
     alone = squares.algorithm(FedAvgSite, server_class=FedAvgServer)
     state = squares.start()
     for round in range(2):
         state = alone.perform("train", round, Message({"model": state})).states["model"]
-    personal, _ = trained_personal(squares, 0.0)
-    assert_bits(personal.personal, state, squares)
-    pulled, _ = trained_personal(squares, 1.0)
+    personal, _ = trained_personal(0.0)
+    assert_bits(personal.personal, state)
+    pulled, _ = trained_personal(1.0)
     assert not squares.equal(pulled.personal, state)
 
 
-def test_the_term_pulls_prototypes_together(squares: ModuleType) -> None:
+def test_the_term_pulls_prototypes_together() -> None:
     """The sites' backgrounds differ, and so do their features."""
     apart = {}
     for lam in (0.0, 10.0):
@@ -271,7 +265,7 @@ def test_the_term_pulls_prototypes_together(squares: ModuleType) -> None:
     assert apart[10.0] < 0.5 * apart[0.0]
 
 
-def test_only_prototypes_leave_and_absent_classes_keep_theirs(squares: ModuleType) -> None:
+def test_only_prototypes_leave_and_absent_classes_keep_theirs() -> None:
     members = squares.algorithms(FedProtoSite)
     server = squares.server(FedProtoServer, algorithms=members)
     replies = {}
@@ -290,7 +284,7 @@ def test_only_prototypes_leave_and_absent_classes_keep_theirs(squares: ModuleTyp
     torch.testing.assert_close(server.prototypes["means"][0], sent[0, 0])
 
 
-def test_suppressed_counts_weigh_classes_equally(squares: ModuleType) -> None:
+def test_suppressed_counts_weigh_classes_equally() -> None:
     members = squares.algorithms(FedProtoSite, squares.CLASSIFICATION_WITH_BATCH_NORM)
     server = squares.server(FedProtoServer, algorithms=members)
     for enrolled in server.context.site_counts.values():
@@ -318,7 +312,7 @@ def test_drawn_features_have_the_moments() -> None:
     torch.testing.assert_close(flat, centres[:, None].expand(2, 5, 3))
 
 
-def test_the_head_learns_the_present_classes(squares: ModuleType) -> None:
+def test_the_head_learns_the_present_classes() -> None:
     centres = torch.tensor([[4.0, 0.0], [0.0, 0.0], [0.0, 4.0]], dtype=torch.float64)
     samples = centres[:, None] + drawn_features(3, 50, 2)
     weight = drawn_features(3, 2, seed=5)
@@ -332,7 +326,7 @@ def test_the_head_learns_the_present_classes(squares: ModuleType) -> None:
     assert calibrated(weight, bias, samples, alone, squares.MULTICLASS, 50)[0].equal(weight)
 
 
-def test_each_label_learns_from_its_own_features(squares: ModuleType) -> None:
+def test_each_label_learns_from_its_own_features() -> None:
     """Of the label "corner" (rows 2, 3) only: the other output does not change."""
     samples = drawn_features(4, 50, 2) + 4 * torch.arange(4)[:, None, None]
     weight = torch.zeros(2, 2)
@@ -344,15 +338,15 @@ def test_each_label_learns_from_its_own_features(squares: ModuleType) -> None:
     assert ((scores > 0) == torch.tensor([[False], [True]])).double().mean() > 0.97
 
 
-def test_without_steps_the_model_is_fedavgs(squares: ModuleType) -> None:
+def test_without_steps_the_model_is_fedavgs() -> None:
     expected = squares.federation(FedAvgSite, FedAvgServer)
     played = squares.federation(FedGaussianSite, FedGaussianServer, head_steps=0, selection="last")
-    assert_bits(played.model, expected.model, squares)
+    assert_bits(played.model, expected.model)
     steps = [(step.phase, step.part) for step in played.server.steps()]
     assert steps[-3:] == [("validate", 0), ("class_statistics", 0), ("validate", 1)]
 
 
-def test_only_the_head_changes(squares: ModuleType) -> None:
+def test_only_the_head_changes() -> None:
     task = squares.CLASSIFICATION_WITH_BATCH_NORM
     expected = squares.federation(FedAvgSite, FedAvgServer, task).model
     played = squares.federation(FedGaussianSite, FedGaussianServer, task, selection="last")
@@ -367,7 +361,7 @@ def test_only_the_head_changes(squares: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_ridge_is_scikit_learns_on_all_images(squares: ModuleType, task: str) -> None:
+def test_ridge_is_scikit_learns_on_all_images(task: str) -> None:
     played = squares.federation(
         RidgeSite, RidgeServer, getattr(squares, task), rounds=1, lam=0.5, selection="last"
     )
@@ -400,7 +394,7 @@ def test_the_division_of_images_over_sites_does_not_matter() -> None:
         torch.testing.assert_close(ridge_weights(a, b, 0.1), whole)
 
 
-def test_a_late_site_adds_its_statistics(squares: ModuleType) -> None:
+def test_a_late_site_adds_its_statistics() -> None:
     """Also one that is gone in the second round; the head learns what the initial one does not know."""
     task = squares.CLASSIFICATION_WITH_BATCH_NORM
     complete = squares.federation(RidgeSite, RidgeServer, task, rounds=1)
@@ -417,14 +411,14 @@ def test_a_late_site_adds_its_statistics(squares: ModuleType) -> None:
     assert not squares.equal(complete.model, squares.start(task))
 
 
-def test_statistics_that_cannot_be_solved_change_nothing(squares: ModuleType) -> None:
+def test_statistics_that_cannot_be_solved_change_nothing() -> None:
     members = squares.algorithms(RidgeSite, sites=("A",))
     server = squares.server(RidgeServer, algorithms=members, lam=1.0)
     step = Step("train", 0)
     reply = members["A"].perform("train", 0, server.configure(step, "A"))
     reply.states["ridge"]["A"] = -torch.eye(len(reply.states["ridge"]["A"]), dtype=torch.float64)
     server.aggregate(step, {"A": reply})
-    assert_bits(server.model, squares.start(), squares)
+    assert_bits(server.model, squares.start())
     assert server.context.events.of("warning")
 
 
@@ -433,9 +427,7 @@ def test_statistics_that_cannot_be_solved_change_nothing(squares: ModuleType) ->
 
 @pytest.mark.parametrize("name", ["prr", "fedproto", "fed_gaussian", "ridge"])
 @pytest.mark.parametrize("shown", [1, 5])
-def test_patients_are_counted_at_the_resolution_of_the_features(
-    squares: ModuleType, name: str, shown: int
-) -> None:
+def test_patients_are_counted_at_the_resolution_of_the_features(name: str, shown: int) -> None:
     """All 12 patients have the class 2, but not all at a position of the features, which are at
     every eighth pixel: the row would be that of one patient."""
     network = {"name": "AutoEncoder", "channels": [4, 8], "strides": [8, 2], "norm": "instance"}

@@ -1,6 +1,5 @@
 """Ditto: FedAvg's global model, and personal models between training alone (λ = 0) and the global model (λ large)."""
 
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from medflare.methods.families.second_models.ditto import DittoSite
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 from medflare.training.epochs import trainable
+from methods import squares
 
 LR = 0.1
 
@@ -34,7 +34,7 @@ def by_hand(
     return copy_state(network.state_dict())
 
 
-def test_personal_model_by_hand(squares: ModuleType) -> None:
+def test_personal_model_by_hand() -> None:
     task = squares.task(optimizer={"name": "sgd", "lr": LR})
     played = squares.federation(DittoSite, FedAvgServer, task, lam=0.7)
     expected = squares.start(task)
@@ -44,7 +44,7 @@ def test_personal_model_by_hand(squares: ModuleType) -> None:
     squares.assert_close(played.algorithms["B"].personal, expected)
 
 
-def test_both_models_are_validated_and_the_personal_one_never_leaves(squares: ModuleType) -> None:
+def test_both_models_are_validated_and_the_personal_one_never_leaves() -> None:
     played = squares.federation(DittoSite, FedAvgServer)
     for turn in played.log:
         for reply in turn.replies.values():
@@ -57,9 +57,7 @@ def test_both_models_are_validated_and_the_personal_one_never_leaves(squares: Mo
 
 
 @pytest.mark.parametrize("name", ["O", "B"], ids=["outside", "never trained"])
-def test_a_site_without_a_personal_model_uses_the_global_one(
-    squares: ModuleType, name: str
-) -> None:
+def test_a_site_without_a_personal_model_uses_the_global_one(name: str) -> None:
     algorithm = squares.algorithm(DittoSite, name)
     assert algorithm.finalize(Message({"model": squares.start()})).keys() == {"global", "deployed"}
     assert (

@@ -1,6 +1,5 @@
 """FedLoRA: the adapters' formula, what travels and what is frozen, and the plain networks at the end."""
 
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,13 +20,14 @@ from medflare.methods.families.partial_sharing.fedlora import (
     trained,
 )
 from medflare.networks.features import FeatureNetwork
+from methods import squares
 
 A = ".parametrizations.weight.0.A"
 B = ".parametrizations.weight.0.B"
 SHARES = ["both", "a", "b"]
 
 
-def federation(squares: ModuleType, share: str = "both", **options: Any) -> Any:
+def federation(share: str = "both", **options: Any) -> Any:
     return squares.federation(FedLoRASite, FedLoRAServer, share=share, **options)
 
 
@@ -82,7 +82,7 @@ def test_with_a_frozen_and_the_full_rank_any_weight_is_reached(layer: Any) -> No
 
 class TestFederation:
     @pytest.mark.parametrize("share", SHARES)
-    def test_the_start_is_the_base_network(self, squares: ModuleType, share: str) -> None:
+    def test_the_start_is_the_base_network(self, share: str) -> None:
         algorithms = squares.algorithms(FedLoRASite, share=share)
         server = squares.server(FedLoRAServer, algorithms=algorithms)
         first = server.steps()[0]
@@ -98,7 +98,7 @@ class TestFederation:
         assert not layers[0].equal(layers[1]), "each layer has its own noise"
 
     @pytest.mark.parametrize("share", SHARES)
-    def test_a_round_by_hand(self, squares: ModuleType, share: str) -> None:
+    def test_a_round_by_hand(self, share: str) -> None:
         """SGD on the factors, the head and normalisation, with frozen statistics."""
         task = squares.task(optimizer={"name": "sgd", "lr": 1.0})
         algorithm = squares.algorithm(FedLoRASite, task=task, share=share)
@@ -115,7 +115,7 @@ class TestFederation:
             with torch.no_grad():
                 for weight, gradient in zip(weights.values(), gradients, strict=True):
                     weight.sub_(gradient)
-        played = federation(squares, share, task=task, rounds=1)
+        played = federation(share, task=task, rounds=1)
         sent = played.log[0].replies["A"].states["model"]
         local = played.algorithms["A"].local
         assert bool(local) == (share == "a")
@@ -127,8 +127,8 @@ class TestFederation:
         assert min(moved) > 1e-5, "more than the tolerance"
 
     @pytest.mark.parametrize("share", SHARES)
-    def test_what_travels_and_what_is_frozen(self, squares: ModuleType, share: str) -> None:
-        played = federation(squares, share, selection="last")
+    def test_what_travels_and_what_is_frozen(self, share: str) -> None:
+        played = federation(share, selection="last")
         start = squares.start()
         statistics = {"running_mean", "running_var", "num_batches_tracked"}
         scales = set()
@@ -147,11 +147,11 @@ class TestFederation:
         layers = {n.removesuffix(B) + ".weight" for n in played.server.model if n.endswith(B)}
         assert layers and changed == names | layers
 
-    def test_the_mean_of_b_is_exact_with_a_frozen(self, squares: ModuleType) -> None:
+    def test_the_mean_of_b_is_exact_with_a_frozen(self) -> None:
         """FFA-LoRA's claim; with both factors the mean of the products is another one."""
         for share in ("b", "both"):
             # In the first round B is 0, and A has no gradient at its first step.
-            played = federation(squares, share, rounds=2)
+            played = federation(share, rounds=2)
             start = squares.start()
             algorithm = played.algorithms["A"]
             replies = played.log[1].replies
@@ -161,8 +161,8 @@ class TestFederation:
             error = max(float((mean[n] - model[n]).abs().max()) for n in mean)
             assert (error < 1e-6) == (share == "b"), (share, error)
 
-    def test_with_b_at_the_sites_the_models_are_personal(self, squares: ModuleType) -> None:
-        played = federation(squares, "a", outside=("O",), selection="last")
+    def test_with_b_at_the_sites_the_models_are_personal(self) -> None:
+        played = federation("a", outside=("O",), selection="last")
         start = squares.start()
         algorithms = played.algorithms
         shared = {n: w for n, w in played.model.items() if not n.endswith(B)}
@@ -179,10 +179,10 @@ class TestFederation:
         model = models["deployed"].states["model"]
         squares.assert_close(model, plain({**shared, **mean}, start, outside))
         assert squares.equal(played.server.models()["global"].states["model"], model)
-        assert federation(squares, "a").server.models() == {}
+        assert federation("a").server.models() == {}
 
-    def test_all_sites_get_the_selected_global_model(self, squares: ModuleType) -> None:
-        played = federation(squares, outside=("O",))
+    def test_all_sites_get_the_selected_global_model(self) -> None:
+        played = federation(outside=("O",))
         model = played.server.models()["global"].states["model"]
         for name in ("A", "O"):
             algorithm = squares.algorithm(FedLoRASite, name)
@@ -192,12 +192,10 @@ class TestFederation:
                 assert squares.equal(m.states["model"], model)
 
     @pytest.mark.parametrize("share", SHARES)
-    def test_from_disk_before_every_task(
-        self, squares: ModuleType, share: str, tmp_path: Any
-    ) -> None:
+    def test_from_disk_before_every_task(self, share: str, tmp_path: Any) -> None:
         options = {"outside": ("O",), "absent": lambda step, site: (step.round, site) == (0, "C")}
-        stored = federation(squares, share, store=tmp_path, **options)
-        assert squares.equal(stored.model, federation(squares, share, **options).model)
+        stored = federation(share, store=tmp_path, **options)
+        assert squares.equal(stored.model, federation(share, **options).model)
 
 
 def numbers(method: str, task: Any, **hyper: Any) -> int:
@@ -212,7 +210,7 @@ def shapes(manifest: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("dims", [2, 3])
-def test_less_travels(squares: ModuleType, dims: int) -> None:
+def test_less_travels(dims: int) -> None:
     network = {"name": "unet", "channels": [32, 64]}
     task = squares.task(network=network, size=[16] * dims, spatial_dims=dims)
     whole, both, a, b = (
@@ -224,7 +222,7 @@ def test_less_travels(squares: ModuleType, dims: int) -> None:
     assert both - numbers("fedlora", task, rank=2) == 2 * shared
 
 
-def test_other_algorithms_are_refused(squares: ModuleType) -> None:
+def test_other_algorithms_are_refused() -> None:
     for pair in (get_method("fedlora", server="fedavg"), get_method("fedavg", server="fedlora")):
         with pytest.raises(ConfigError, match="run 'fedlora'"):
             pair.check({}, squares.SEGMENTATION)
@@ -258,7 +256,7 @@ SWIN = {"name": "SwinUNETR", "feature_size": 12, "depths": [1, 1, 1, 1], "window
     ],
 )
 def test_attention_and_convolutions_of_monai_have_adapters(
-    kind: str, spec: dict[str, Any], side: int, attention: list[str], squares: ModuleType
+    kind: str, spec: dict[str, Any], side: int, attention: list[str]
 ) -> None:
     task = squares.task(kind, network=spec, size=[side, side])
     network = adapted(squares.site(task=task).network(), FedLoRAHyper(), 1)

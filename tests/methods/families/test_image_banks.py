@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -40,6 +39,7 @@ from medflare.methods.families.local_terms.fedsam import FedSAMSite
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.fedavg.site import MODEL, received
 from medflare.networks.catalogue import task_network
+from methods import squares
 
 SITES: list[type[BankSite[Any]]] = [FedRDNSite, CCSTSite, ELCFSSite, HarmoFLSite]
 
@@ -109,7 +109,7 @@ def test_normalised_images_have_the_amplitude(size: tuple[int, ...], window: flo
 # -- survey and bank -------------------------------------------------------------------------------
 
 
-def test_surveys_describe_the_training_images(squares: ModuleType) -> None:
+def test_surveys_describe_the_training_images() -> None:
     images = squares.site("B").data.train.images
     pixels = images.double().transpose(0, 1).flatten(1)
     overall = squares.algorithm(CCSTSite, "B").described()
@@ -124,7 +124,7 @@ def test_surveys_describe_the_training_images(squares: ModuleType) -> None:
     torch.testing.assert_close(amplitude, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_single_styles_are_of_images_or_of_enough_patients(squares: ModuleType) -> None:
+def test_single_styles_are_of_images_or_of_enough_patients() -> None:
     one = squares.algorithm(CCSTSite, mode="single", images=5)
     mean, _ = channel_statistics(one.site.data.train.images)
     shared = one.described()["mean"]
@@ -137,7 +137,7 @@ def test_single_styles_are_of_images_or_of_enough_patients(squares: ModuleType) 
     ("cls", "hyper"), [(CCSTSite, {"mode": "single", "images": 40}), (ELCFSSite, {"images": 40})]
 )
 def test_groups_share_no_patient_and_are_those_of_every_job(
-    squares: ModuleType, cls: type[BankSite[Any]], hyper: dict[str, Any]
+    cls: type[BankSite[Any]], hyper: dict[str, Any]
 ) -> None:
     """From overlapping groups of known patients a lead solved each patient's own values."""
     one = squares.algorithm(cls, **hyper)
@@ -166,7 +166,7 @@ def each_of(cls: type[BankSite[Any]], images: Tensor) -> dict[str, Tensor]:
     return {"mean": mean, "deviation": deviation}
 
 
-def test_a_patient_counts_once_whatever_its_images(squares: ModuleType) -> None:
+def test_a_patient_counts_once_whatever_its_images() -> None:
     one = squares.algorithm(CCSTSite, mode="single", images=1)
     train = one.site.data.train
     patients = ("p0", *["p1"] * 11)
@@ -178,9 +178,7 @@ def test_a_patient_counts_once_whatever_its_images(squares: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("cls", SITES)
-def test_the_bank_is_asked_once_and_sent_with_every_model(
-    squares: ModuleType, cls: type[BankSite[Any]]
-) -> None:
+def test_the_bank_is_asked_once_and_sent_with_every_model(cls: type[BankSite[Any]]) -> None:
     """C is late: it trains with the bank, and is not in it."""
     played = squares.federation(
         cls, BankServer, absent=lambda step, site: site == "C" and not step.round
@@ -199,7 +197,7 @@ def test_the_bank_is_asked_once_and_sent_with_every_model(
     assert played.server.configure_final("O").family(BANK).keys() == bank.keys()
 
 
-def test_zeros_are_no_entry(squares: ModuleType) -> None:
+def test_zeros_are_no_entry() -> None:
     server = squares.server(BankServer, algorithms=squares.algorithms(CCSTSite))
     one = squares.algorithm(CCSTSite, "A")
     reply = one.perform("survey", 0, Message())
@@ -221,25 +219,21 @@ def test_only_its_server_has_a_bank() -> None:
 
 @pytest.mark.parametrize("cls", [CCSTSite, ELCFSSite])
 @pytest.mark.parametrize("kind", ["SEGMENTATION", "CLASSIFICATION_WITH_BATCH_NORM"])
-def test_without_a_bank_it_is_fedavg(
-    squares: ModuleType, monkeypatch: pytest.MonkeyPatch, cls: Any, kind: str
-) -> None:
+def test_without_a_bank_it_is_fedavg(monkeypatch: pytest.MonkeyPatch, cls: Any, kind: str) -> None:
     monkeypatch.setattr(BankServer, "collect", empty)
     task = getattr(squares, kind)
     played = squares.federation(cls, BankServer, task)
     assert squares.equal(played.model, squares.federation(FedAvgSite, FedAvgServer, task).model)
 
 
-def test_harmofl_without_a_bank_is_fedsam(
-    squares: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_harmofl_without_a_bank_is_fedsam(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BankServer, "collect", empty)
     played = squares.federation(HarmoFLSite, BankServer)
     assert squares.equal(played.model, squares.federation(FedSAMSite, FedAvgServer).model)
 
 
 def test_fedrdn_with_one_set_of_statistics_is_fedavg_of_normalised_images(
-    squares: ModuleType, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def same(_: Any) -> dict[str, Tensor]:
         return {"mean": torch.tensor([0.5]), "deviation": torch.tensor([2.0])}
@@ -290,12 +284,12 @@ def seen(one: Any, bank: dict[str, Any], seed: int = 0) -> list[Tensor]:
     return network.images
 
 
-def surveys(squares: ModuleType, cls: type[BankSite[Any]]) -> dict[str, Any]:
+def surveys(cls: type[BankSite[Any]]) -> dict[str, Any]:
     return {site: one.described() for site, one in squares.algorithms(cls).items()}
 
 
-def test_fedrdn_draws_a_site_for_each_image(squares: ModuleType) -> None:
-    bank = surveys(squares, FedRDNSite)
+def test_fedrdn_draws_a_site_for_each_image() -> None:
+    bank = surveys(FedRDNSite)
     one = squares.algorithm(FedRDNSite, "A")
     (images,) = seen(one, bank)
     drawn = set()
@@ -310,7 +304,7 @@ def test_fedrdn_draws_a_site_for_each_image(squares: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("mode", ["overall", "single"])
-def test_ccst_takes_different_sites_and_leaves_its_style(squares: ModuleType, mode: str) -> None:
+def test_ccst_takes_different_sites_and_leaves_its_style(mode: str) -> None:
     members = squares.algorithms(CCSTSite, mode=mode, images=4)
     bank = {site: one.described() for site, one in members.items()}
     versions = torch.stack(seen(members["A"], bank), dim=1)  # (N, K, C, H, W)
@@ -322,9 +316,9 @@ def test_ccst_takes_different_sites_and_leaves_its_style(squares: ModuleType, mo
             assert torch.isclose(mean, bank[site]["mean"].T, atol=1e-5).any(dim=1).sum() == 1
 
 
-def test_elcfs_trains_an_episode(squares: ModuleType) -> None:
+def test_elcfs_trains_an_episode() -> None:
     """Other sites' amplitudes in the low band alone; the fast weights are a constant step away."""
-    bank = surveys(squares, ELCFSSite)
+    bank = surveys(ELCFSSite)
     one = squares.algorithm(ELCFSSite, "A", step=0.5)
     raw, exchanged = seen(one, bank)
     assert torch.equal(raw, one.site.data.train.images)
@@ -349,7 +343,7 @@ def test_elcfs_trains_an_episode(squares: ModuleType) -> None:
 
 @pytest.mark.parametrize("cls", SITES)
 def test_the_bank_moves_the_model_and_draws_are_keyed(
-    squares: ModuleType, cls: type[BankSite[Any]], tmp_path: Any
+    cls: type[BankSite[Any]], tmp_path: Any
 ) -> None:
     played = squares.federation(cls, BankServer)
     again = squares.federation(cls, BankServer, store=tmp_path)
@@ -364,9 +358,7 @@ def test_the_bank_moves_the_model_and_draws_are_keyed(
 @pytest.mark.parametrize(
     ("cls", "kind"), [(FedRDNSite, "channel_normalised"), (HarmoFLSite, "amplitude_normalised")]
 )
-def test_deployed_models_change_their_images(
-    squares: ModuleType, cls: type[BankSite[Any]], kind: str
-) -> None:
+def test_deployed_models_change_their_images(cls: type[BankSite[Any]], kind: str) -> None:
     played = squares.federation(cls, BankServer, outside=("O",), rounds=1)
     task = squares.SEGMENTATION
     server = played.server
@@ -400,7 +392,7 @@ def test_deployed_models_change_their_images(
     assert scores.values[task.metric] == pytest.approx(value)
 
 
-def test_without_a_bank_an_outside_site_gets_the_plain_model(squares: ModuleType) -> None:
+def test_without_a_bank_an_outside_site_gets_the_plain_model() -> None:
     server = squares.server(BankServer, algorithms=squares.algorithms(FedRDNSite))
     incoming = server.configure_final("O")
     final = squares.algorithm(FedRDNSite, "O").finalize(incoming)

@@ -1,6 +1,5 @@
 """RSC, FedSR, MixStyle and DDAIG: formulas by hand, degenerate cases, what each moves."""
 
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from medflare.methods.families.local_terms.features import (
 from medflare.methods.families.local_terms.mixstyle import MixStyleSite, early_blocks, mix_styles
 from medflare.methods.fedavg.site import FedAvgSite
 from medflare.networks.catalogue import build_network
+from methods import squares
 
 KINDS = ["segmentation", "classification"]
 LR = 0.05
@@ -45,7 +45,7 @@ def test_largest_entries() -> None:
     assert not largest(values, 0.3).any() and largest(values, 1.0).all()
 
 
-def test_rsc_mutes_the_channel_of_the_true_class(squares: ModuleType) -> None:
+def test_rsc_mutes_the_channel_of_the_true_class() -> None:
     """The gradient of a linear head's true logit is the class's row of weights."""
     weight = torch.tensor([[4.0, 0.0, 1.0], [0.0, 2.0, 1.0], [0.0, 0.0, 3.0]])
     features = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.1]])
@@ -61,7 +61,7 @@ def test_rsc_mutes_the_channel_of_the_true_class(squares: ModuleType) -> None:
     assert mask(0.4) == [[False, True, True], [True, True, True], [True, True, True]]
 
 
-def test_rsc_of_a_sigmoid_mutes_by_the_sign_of_the_label(squares: ModuleType) -> None:
+def test_rsc_of_a_sigmoid_mutes_by_the_sign_of_the_label() -> None:
     weight = torch.tensor([[2.0, 0.0, -1.0]])
     hyper = RSCHyper(feature_share=0.4, batch_share=1.0)
     mask = challenge(
@@ -75,7 +75,7 @@ def test_rsc_of_a_sigmoid_mutes_by_the_sign_of_the_label(squares: ModuleType) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rsc_that_mutes_nothing_is_fedavg(squares: ModuleType, kind: str) -> None:
+def test_rsc_that_mutes_nothing_is_fedavg(kind: str) -> None:
     task = squares.task(kind)
     plain, _ = squares.trained(FedAvgSite, task)
     assert squares.equal(squares.trained(RSCSite, task, feature_share=0.0)[0], plain)
@@ -83,7 +83,7 @@ def test_rsc_that_mutes_nothing_is_fedavg(squares: ModuleType, kind: str) -> Non
     assert not squares.equal(squares.trained(RSCSite, task)[0], plain)
 
 
-def test_labels_of_a_smaller_feature_map(squares: ModuleType) -> None:
+def test_labels_of_a_smaller_feature_map() -> None:
     for task in (squares.MULTILABEL, squares.MULTICLASS):
         site = squares.site("A", task)
         targets = site.data.train.targets[:2]
@@ -93,7 +93,7 @@ def test_labels_of_a_smaller_feature_map(squares: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("method", [RSCSite, FedSRSite])
-def test_head_hooks_serve_every_target(squares: ModuleType, method: Any) -> None:
+def test_head_hooks_serve_every_target(method: Any) -> None:
     tasks = (squares.MULTILABEL, squares.MULTICLASS, squares.BINARY_CLASSIFICATION)
     for task in tasks:
         state, meta = squares.trained(method, task)
@@ -101,7 +101,7 @@ def test_head_hooks_serve_every_target(squares: ModuleType, method: Any) -> None
 
 
 @pytest.mark.parametrize("method", [RSCSite, FedSRSite, MixStyleSite])
-def test_a_compiled_network_is_refused(squares: ModuleType, method: Any) -> None:
+def test_a_compiled_network_is_refused(method: Any) -> None:
     algorithm = squares.algorithm(method)
     model = algorithm.network("model", squares.start())
     object.__setattr__(algorithm.site.computing, "compiled", True)
@@ -134,8 +134,8 @@ def test_divergence_is_from_the_class_of_each_position() -> None:
     torch.testing.assert_close(own.divergence(mu, sigma, labels), of_second / 4)
 
 
-def test_fedsr_shrinks_features_and_keeps_its_distributions(squares: ModuleType) -> None:
-    def trained(**hyper: float) -> tuple[float, Any, Message]:
+def test_fedsr_shrinks_features_and_keeps_its_distributions() -> None:
+    def trained(**hyper: Any) -> tuple[float, Any, Message]:
         task = squares.task("classification", local_epochs=6)
         site = squares.algorithm(FedSRSite, task=task, **hyper)
         reply = site.perform("train", 0, Message({"model": squares.start(task)}))
@@ -151,7 +151,7 @@ def test_fedsr_shrinks_features_and_keeps_its_distributions(squares: ModuleType)
     assert site.distributions["mean"].any(), "r_k is trained"
 
 
-def test_fedsr_continues_its_distributions(squares: ModuleType) -> None:
+def test_fedsr_continues_its_distributions() -> None:
     site = squares.algorithm(FedSRSite)
     first = squares.start()
     site.perform("train", 0, Message({"model": first}))
@@ -211,7 +211,7 @@ def test_early_blocks_run(spec: dict[str, Any], dims: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_mixstyle_of_probability_zero_is_fedavg(squares: ModuleType, kind: str) -> None:
+def test_mixstyle_of_probability_zero_is_fedavg(kind: str) -> None:
     task = squares.task(kind)
     plain, _ = squares.trained(FedAvgSite, task)
     assert squares.equal(squares.trained(MixStyleSite, task, probability=0.0)[0], plain)
@@ -220,7 +220,7 @@ def test_mixstyle_of_probability_zero_is_fedavg(squares: ModuleType, kind: str) 
     assert squares.equal(mixed, squares.trained(MixStyleSite, task, probability=1.0)[0])
 
 
-def test_evaluation_never_mixes(squares: ModuleType) -> None:
+def test_evaluation_never_mixes() -> None:
     """Hooks go with the training, and a frozen body, which is in evaluation mode, is not mixed."""
     site = squares.algorithm(MixStyleSite, probability=1.0)
     model = site.network("model", squares.start())
@@ -238,7 +238,7 @@ def test_evaluation_never_mixes(squares: ModuleType) -> None:
     assert squares.equal(*heads)
 
 
-def test_mixstyle_refuses_a_network_without_convolutions(squares: ModuleType) -> None:
+def test_mixstyle_refuses_a_network_without_convolutions() -> None:
     task = squares.task("classification", network={"name": "mlp"})
     with pytest.raises(ConfigError, match="no convolution"):
         squares.algorithm(MixStyleSite, task=task)
@@ -247,7 +247,7 @@ def test_mixstyle_refuses_a_network_without_convolutions(squares: ModuleType) ->
 # -- DDAIG -----------------------------------------------------------------------------------------
 
 
-def test_ddaig_without_generated_images_is_fedavg(squares: ModuleType) -> None:
+def test_ddaig_without_generated_images_is_fedavg() -> None:
     for kind in KINDS:
         task = squares.task(kind)
         played = squares.federation(DDAIGSite, DDAIGServer, task, rounds=1, alpha=0.0)
@@ -256,7 +256,7 @@ def test_ddaig_without_generated_images_is_fedavg(squares: ModuleType) -> None:
         assert not squares.equal(reply["networks"], played.log[0].outgoing["A"].states["networks"])
 
 
-def test_ddaig_step_by_hand(squares: ModuleType) -> None:
+def test_ddaig_step_by_hand() -> None:
     """One batch at site B, whose domain is 1."""
     task = squares.task("classification", **ONE_STEP)
     members = squares.algorithms(DDAIGSite, task)
@@ -292,7 +292,7 @@ def descend(loss: Any, network: nn.Module) -> None:
             weight.sub_(LR * gradient)
 
 
-def test_ddaig_moves_running_statistics_by_the_originals(squares: ModuleType) -> None:
+def test_ddaig_moves_running_statistics_by_the_originals() -> None:
     task = squares.task(**ONE_STEP)
     played = squares.federation(DDAIGSite, DDAIGServer, task, rounds=1)
     generated = played.log[0].replies["A"].states["model"]
@@ -303,7 +303,7 @@ def test_ddaig_moves_running_statistics_by_the_originals(squares: ModuleType) ->
         assert not ("running" in name or "num_" in name)
 
 
-def test_ddaig_averages_all_networks(squares: ModuleType) -> None:
+def test_ddaig_averages_all_networks() -> None:
     played = squares.federation(
         DDAIGSite, DDAIGServer, rounds=2, absent=lambda step, name: (name, step.round) == ("B", 1)
     )
@@ -314,7 +314,7 @@ def test_ddaig_averages_all_networks(squares: ModuleType) -> None:
     )
 
 
-def test_ddaig_refuses_images_of_one_pixel(squares: ModuleType) -> None:
+def test_ddaig_refuses_images_of_one_pixel() -> None:
     task = squares.task("classification", network={"name": "mlp"}, size=[1, 8])
     with pytest.raises(ConfigError, match="2 pixels"):
         squares.algorithm(DDAIGSite, task=task)

@@ -1,11 +1,9 @@
 """FedDyn, FedSAM and FedeAMC: formulas by hand, degenerate cases, what each moves."""
 
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from medflare.core.errors import ConfigError
@@ -16,32 +14,32 @@ from medflare.methods.families.local_terms.fedeamc import FedeAMCSite
 from medflare.methods.families.local_terms.fedprox import FedProxSite
 from medflare.methods.families.local_terms.fedsam import FedSAMSite
 from medflare.methods.fedavg.site import FedAvgSite
+from methods import squares
 
 LR = 0.05
 ONE_STEP: dict[str, Any] = {"batch_size": 12, "optimizer": {"name": "sgd", "lr": LR}}
 
 
 def model_of(played: Any, site: str, round: int = 0) -> StateDict:
-    model: StateDict = played.log[round].replies[site].states["model"]
-    return model
+    return played.log[round].replies[site].states["model"]
 
 
 # -- FedDyn ----------------------------------------------------------------------------------------
 
 
-def test_feddyn_first_trains_as_fedprox(squares: ModuleType) -> None:
+def test_feddyn_first_trains_as_fedprox() -> None:
     """h_k is 0 in the first round."""
     dynamic, _ = squares.trained(FedDynSite, alpha=0.5)
     proximal, _ = squares.trained(FedProxSite, mu=0.5)
     assert squares.equal(dynamic, proximal)
 
 
-def test_feddyn_has_no_case_without_regularizer(squares: ModuleType) -> None:
+def test_feddyn_has_no_case_without_regularizer() -> None:
     with pytest.raises(ConfigError, match="alpha"):
         get_method("feddyn").check({"alpha": 0.0}, squares.SEGMENTATION)
 
 
-def test_feddyn_step_has_the_printed_gradient(squares: ModuleType) -> None:
+def test_feddyn_step_has_the_printed_gradient() -> None:
     """g - h_k + α (w - w_g); the first step starts at w_g, where the last term is 0."""
     task = squares.task("classification", **ONE_STEP)
     site = squares.algorithm(FedDynSite, task=task, alpha=0.2)
@@ -56,7 +54,7 @@ def test_feddyn_step_has_the_printed_gradient(squares: ModuleType) -> None:
     )
 
 
-def test_feddyn_server_by_hand(squares: ModuleType) -> None:
+def test_feddyn_server_by_hand() -> None:
     """h = -α/N Σ Δ_k and w = mean - h/α, with all three sites and with one of three."""
     start = squares.start()
     full = squares.federation(FedDynSite, FedDynServer, rounds=1)
@@ -81,7 +79,7 @@ def test_feddyn_server_by_hand(squares: ModuleType) -> None:
     )
 
 
-def test_feddyn_h_is_the_mean_of_all_h_k(squares: ModuleType) -> None:
+def test_feddyn_h_is_the_mean_of_all_h_k() -> None:
     """With absent sites, and with replies that get lost."""
     algorithms = squares.algorithms(FedDynSite)
     server = squares.server(FedDynServer, rounds=4, outside=(), algorithms=algorithms)
@@ -107,7 +105,7 @@ def test_feddyn_h_is_the_mean_of_all_h_k(squares: ModuleType) -> None:
     assert any(tensor.any() for tensor in server.control.values())
 
 
-def test_feddyn_refuses_another_server(squares: ModuleType) -> None:
+def test_feddyn_refuses_another_server() -> None:
     with pytest.raises(ConfigError, match="run 'feddyn'"):
         get_method("feddyn", server="fedavg").check({}, squares.SEGMENTATION)
     with pytest.raises(ConfigError, match="run 'feddyn'"):
@@ -118,7 +116,7 @@ def test_feddyn_refuses_another_server(squares: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("kind", ["segmentation", "classification"])
-def test_fedsam_without_ascent_is_fedavg(squares: ModuleType, kind: str) -> None:
+def test_fedsam_without_ascent_is_fedavg(kind: str) -> None:
     task = squares.task(kind)
     flat, meta = squares.trained(FedSAMSite, task, rho=0.0)
     plain, plain_meta = squares.trained(FedAvgSite, task)
@@ -126,7 +124,7 @@ def test_fedsam_without_ascent_is_fedavg(squares: ModuleType, kind: str) -> None
     assert not squares.equal(squares.trained(FedSAMSite, task)[0], plain)
 
 
-def gradients(squares: ModuleType, task: Any, state: StateDict) -> dict[str, Tensor]:
+def gradients(task: Any, state: StateDict) -> dict[str, Any]:
     """Of the mean loss of all training images of site A."""
     site = squares.site("A", task)
     network = site.network()
@@ -136,19 +134,19 @@ def gradients(squares: ModuleType, task: Any, state: StateDict) -> dict[str, Ten
     return {name: weight.grad for name, weight in network.named_parameters()}
 
 
-def test_fedsam_step_by_hand(squares: ModuleType) -> None:
+def test_fedsam_step_by_hand() -> None:
     """w - η g(w + ρ g/||g||)."""
     task = squares.task("classification", **ONE_STEP)
     start = squares.start(task)
-    first = gradients(squares, task, start)
+    first = gradients(task, start)
     norm = torch.cat([gradient.flatten() for gradient in first.values()]).norm()
     ascent = {name: start[name] + 0.5 * first[name] / norm for name in start}
-    second = gradients(squares, task, ascent)
+    second = gradients(task, ascent)
     trained, _ = squares.trained(FedSAMSite, task, rho=0.5)
     squares.assert_close(trained, moved(start, second, -LR))
 
 
-def test_fedsam_moves_running_statistics_once(squares: ModuleType) -> None:
+def test_fedsam_moves_running_statistics_once() -> None:
     task = squares.task(**ONE_STEP)
     sharp, _ = squares.trained(FedSAMSite, task, rho=0.5)
     plain, _ = squares.trained(FedAvgSite, task)
@@ -161,7 +159,7 @@ def test_fedsam_moves_running_statistics_once(squares: ModuleType) -> None:
 # -- FedeAMC ---------------------------------------------------------------------------------------
 
 
-def test_fedeamc_step_by_hand(squares: ModuleType) -> None:
+def test_fedeamc_step_by_hand() -> None:
     """8, 0 and 4 images of three classes: w_c = 12 / (2 n_c)."""
     task = squares.task("classification", **ONE_STEP)
     algorithm = squares.algorithm(FedeAMCSite, task=task, missing=1)
@@ -178,21 +176,21 @@ def test_fedeamc_step_by_hand(squares: ModuleType) -> None:
     squares.assert_close(dict(model.state_dict()), expected)
 
 
-def test_fedeamc_of_equal_counts_is_fedavg(squares: ModuleType) -> None:
+def test_fedeamc_of_equal_counts_is_fedavg() -> None:
     task = squares.CLASSIFICATION
     squares.assert_close(
         squares.trained(FedeAMCSite, task)[0], squares.trained(FedAvgSite, task)[0]
     )
 
 
-def test_fedeamc_trains_every_kind_of_target(squares: ModuleType) -> None:
+def test_fedeamc_trains_every_kind_of_target() -> None:
     tasks = (squares.SEGMENTATION, squares.MULTILABEL, squares.MULTICLASS)
     for task in (*tasks, squares.BINARY_CLASSIFICATION):
         weighted, _ = squares.trained(FedeAMCSite, task)
         assert not squares.equal(weighted, squares.trained(FedAvgSite, task)[0])
 
 
-def test_fedeamc_refuses_what_cannot_be_counted(squares: ModuleType) -> None:
+def test_fedeamc_refuses_what_cannot_be_counted() -> None:
     task = squares.task(target="multilabel", labels=["square", "corner"], image_mode="patch")
     with pytest.raises(ConfigError, match="image_mode 'resize'"):
         FedeAMCSite.check(task, get_method("fedeamc").plan(task, ("A",), {}).site_hyper, None)

@@ -1,6 +1,5 @@
 """Partial sharing: which part stays, and what FedBABU freezes and fine-tunes."""
 
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from medflare.methods.families.partial_sharing.fedbabu import FedBABUSite
 from medflare.methods.families.partial_sharing.site import FedPerSite, LGFedAvgSite, SiloBNSite
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.fedavg.fine_tuning import FineTunedSite
+from methods import squares
 
 HEAD = {"head.weight", "head.bias"}
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -23,7 +23,7 @@ def final(played: Any, site: str, role: str = "personal") -> StateDict:
     return state
 
 
-def test_what_stays(squares: ModuleType) -> None:
+def test_what_stays() -> None:
     network = squares.site().network()
     entries = set(network.state_dict())
     statistics = {name for name in entries if name.rpartition(".")[2] in STATISTICS}
@@ -33,7 +33,7 @@ def test_what_stays(squares: ModuleType) -> None:
     assert LGFedAvgSite.local_part(network).names == entries - HEAD
 
 
-def test_fedper_is_fedavg_with_the_head_of_each_site(squares: ModuleType) -> None:
+def test_fedper_is_fedavg_with_the_head_of_each_site() -> None:
     """In the first round both start alike: the shared part is FedAvg's mean."""
     shared = squares.federation(FedPerSite, FedAvgServer, rounds=1).model
     fedavg = squares.federation(FedAvgSite, FedAvgServer, rounds=1).model
@@ -43,7 +43,7 @@ def test_fedper_is_fedavg_with_the_head_of_each_site(squares: ModuleType) -> Non
 
 
 class TestFedBABU:
-    def test_the_head_keeps_the_common_start_and_does_not_travel(self, squares: ModuleType) -> None:
+    def test_the_head_keeps_the_common_start_and_does_not_travel(self) -> None:
         played = squares.federation(FedBABUSite, FedAvgServer, outside=("O",))
         assert [turn.step.phase for turn in played.log] == [
             "train",
@@ -60,7 +60,7 @@ class TestFedBABU:
         outside = squares.algorithm(FedBABUSite, "O").finalize(played.server.configure_final("O"))
         assert squares.equal(outside["deployed"].states["model"], played.server.selected[0])
 
-    def test_a_round_by_hand(self, squares: ModuleType) -> None:
+    def test_a_round_by_hand(self) -> None:
         """SGD on the body alone, written down anew."""
         task = squares.task(optimizer={"name": "sgd", "lr": 0.1})
         algorithm = squares.algorithm(FedBABUSite, task=task)
@@ -78,7 +78,7 @@ class TestFedBABU:
         sent = played.log[0].replies["A"].states["model"]
         squares.assert_close(sent, {name: expected[name] for name in sent})
 
-    def test_the_whole_model_is_fine_tuned(self, squares: ModuleType) -> None:
+    def test_the_whole_model_is_fine_tuned(self) -> None:
         played = squares.federation(FedBABUSite, FedAvgServer, selection="last")
         personal = final(played, "A")
         for name in HEAD:
@@ -86,7 +86,7 @@ class TestFedBABU:
 
 
 class TestFineTuning:
-    def test_is_fedavg_and_then_training_at_the_site(self, squares: ModuleType) -> None:
+    def test_is_fedavg_and_then_training_at_the_site(self) -> None:
         task = squares.task(optimizer={"name": "sgd", "lr": 0.1})
         played = squares.federation(
             FineTunedSite, FedAvgServer, task, selection="last", tuning_epochs=2
@@ -107,11 +107,11 @@ class TestFineTuning:
                         weight.sub_(0.1 * gradient)
         squares.assert_close(final(played, "B"), copy_state(network.state_dict()))
 
-    def test_without_epochs_it_is_the_global_model(self, squares: ModuleType) -> None:
+    def test_without_epochs_it_is_the_global_model(self) -> None:
         played = squares.federation(FineTunedSite, FedAvgServer, tuning_epochs=0)
         assert squares.equal(final(played, "A"), played.server.selected[0])
 
-    def test_the_global_model_is_used_if_it_is_better(self, squares: ModuleType) -> None:
+    def test_the_global_model_is_used_if_it_is_better(self) -> None:
         played = squares.federation(FineTunedSite, FedAvgServer)
         algorithm = played.algorithms["A"]
         values = iter([0.9, 0.1])  # before and after fine-tuning

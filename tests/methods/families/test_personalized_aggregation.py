@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -36,6 +35,7 @@ from medflare.methods.families.personalized_aggregation.ifca import CLUSTERS, IF
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.fedavg.site import MODEL
 from medflare.training.epochs import trainable
+from methods import squares
 
 LR = 0.1
 POINTS = {"A": [0.0, 0.0], "B": [1.0, 0.0], "C": [0.0, 3.0]}
@@ -57,10 +57,10 @@ def trained(played: Any, site: str) -> StateDict:
     return state
 
 
-def alone(squares: ModuleType, name: str, rounds: int) -> StateDict:
+def alone(name: str, rounds: int) -> StateDict:
     """Training alone: each round from the last one's model."""
     algorithm = squares.algorithm(FedAvgSite, name)
-    state: StateDict = squares.start()
+    state = squares.start()
     for round in range(rounds):
         state = algorithm.perform("train", round, Message.of({MODEL: state}))[MODEL]
     return state
@@ -123,7 +123,7 @@ def test_the_term_of_fedamp_does_not_grow_as_models_come_closer(scale: float) ->
     assert strength == pytest.approx(0.5 * 3)
 
 
-def test_fedamp_starts_at_the_anchor(squares: ModuleType) -> None:
+def test_fedamp_starts_at_the_anchor() -> None:
     played = squares.federation(FedAMPSite, FedAMPServer, rounds=2, lam=1e6, sigma=1e9)
     request = played.log[1].outgoing["A"]
     mean = weighted_mean(
@@ -138,7 +138,7 @@ def test_fedamp_starts_at_the_anchor(squares: ModuleType) -> None:
     assert squares.equal(moved, from_mean.perform("train", 1, request).states["model"])
 
 
-def test_fedamp_refuses_more_than_all_of_the_weight(squares: ModuleType) -> None:
+def test_fedamp_refuses_more_than_all_of_the_weight() -> None:
     squares.server(FedAMPServer, step=0.5)
     with pytest.raises(ConfigError, match=r"at most 0\.5"):
         squares.server(FedAMPServer, step=0.6)
@@ -160,7 +160,7 @@ def test_the_anchor_is_the_gradient_of_the_relationship() -> None:
         assert term.tolist() == pytest.approx(gradient[:, index].tolist(), abs=1e-6)
 
 
-def test_fedmtl_by_hand(squares: ModuleType) -> None:
+def test_fedmtl_by_hand() -> None:
     """The second round: w_k <- w_k - η (∇F_k + 2 λ1 (2/3) (w_k - mean of the others))."""
     task = squares.task(optimizer={"name": "sgd", "lr": LR})
     played = squares.federation(AnchoredSite, FedMTLServer, task, lam=0.7)
@@ -180,9 +180,9 @@ def test_fedmtl_by_hand(squares: ModuleType) -> None:
     squares.assert_close(trained(played, "B"), copy_state(network.state_dict()))
 
 
-def test_fedmtl_without_relationship_is_training_alone(squares: ModuleType) -> None:
+def test_fedmtl_without_relationship_is_training_alone() -> None:
     played = squares.federation(AnchoredSite, FedMTLServer, lam=0.0)
-    assert squares.equal(trained(played, "B"), alone(squares, "B", 2))
+    assert squares.equal(trained(played, "B"), alone("B", 2))
 
 
 def spread(states: dict[str, StateDict], name: str) -> float:
@@ -190,7 +190,7 @@ def spread(states: dict[str, StateDict], name: str) -> float:
     return float((stacked - stacked.mean(dim=0)).square().sum())
 
 
-def test_a_stronger_relationship_brings_models_together(squares: ModuleType) -> None:
+def test_a_stronger_relationship_brings_models_together() -> None:
     task = squares.task(optimizer={"name": "sgd", "lr": LR})
     spreads = []
     for lam in (0.0, 1.0):
@@ -216,9 +216,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("site", "server"), PAIRS, ids=lambda cls: cls.__name__)
-def test_a_late_site_starts_from_the_initial_model(
-    squares: ModuleType, site: Any, server: Any
-) -> None:
+def test_a_late_site_starts_from_the_initial_model(site: Any, server: Any) -> None:
     played = squares.federation(site, server, absent=late("C"))
     final = played.algorithms["C"].finalize(played.server.configure_final("C"))
     assert final.keys() == {"personal", "deployed"}
@@ -229,9 +227,7 @@ def test_a_late_site_starts_from_the_initial_model(
 
 
 @pytest.mark.parametrize(("site", "server"), PAIRS, ids=lambda cls: cls.__name__)
-def test_the_last_model_is_delivered_by_the_rule_last(
-    squares: ModuleType, site: Any, server: Any
-) -> None:
+def test_the_last_model_is_delivered_by_the_rule_last(site: Any, server: Any) -> None:
     played = squares.federation(site, server, selection="last")
     delivered = played.algorithms["A"].finalize(played.server.configure_final("A"))["deployed"]
     assert delivered.meta["selected_round"] == 2
@@ -240,7 +236,7 @@ def test_the_last_model_is_delivered_by_the_rule_last(
     assert squares.equal(delivered[MODEL], expected)
 
 
-def test_a_site_that_misses_a_round_still_counts(squares: ModuleType) -> None:
+def test_a_site_that_misses_a_round_still_counts() -> None:
     def misses(step: Step, name: str) -> bool:
         return name == "C" and step.round == 1
 
@@ -262,7 +258,7 @@ def test_first_order_weights_by_hand() -> None:
     assert not first_order_weights(losses[2:], 1.0, distances[2:]).any()
 
 
-def test_fedfomo_moves_to_the_better_models(squares: ModuleType) -> None:
+def test_fedfomo_moves_to_the_better_models() -> None:
     """The second round starts from the weighted mean by losses that are computed here anew."""
     played = squares.federation(FedFomoSite, FedFomoServer, rounds=1)
     validation = played.log[1]
@@ -289,30 +285,30 @@ def test_fedfomo_moves_to_the_better_models(squares: ModuleType) -> None:
 
 @pytest.mark.parametrize(("counts", "minimum"), [({"B": (12, 0, 5)}, 0), ({}, 99)])
 def test_fedfomo_with_few_validation_patients_is_training_alone(
-    counts: dict[str, tuple[int, int, int]], minimum: int, squares: ModuleType
+    counts: dict[str, tuple[int, int, int]], minimum: int
 ) -> None:
     members = squares.algorithms(FedFomoSite, counts=counts)
     members["B"].minimum_patients = minimum
     played = squares.play(squares.server(FedFomoServer, rounds=2, algorithms=members), members)
-    assert squares.equal(trained(played, "B"), alone(squares, "B", 2))
+    assert squares.equal(trained(played, "B"), alone("B", 2))
 
 
 # -- IFCA ------------------------------------------------------------------------------------------
 
 
-def test_ifca_with_one_cluster_is_fedavg(squares: ModuleType) -> None:
+def test_ifca_with_one_cluster_is_fedavg() -> None:
     played = squares.federation(IFCASite, IFCAServer, clusters=1)
     fedavg = squares.federation(FedAvgSite, FedAvgServer, weighting="uniform")
     assert squares.equal(played.server.memory[CLUSTERS.member("0")], fedavg.model)
 
 
-def test_a_site_trains_the_cluster_of_the_least_loss(squares: ModuleType) -> None:
+def test_a_site_trains_the_cluster_of_the_least_loss() -> None:
     """Clusters that were trained on A and on C: each site chooses its own, the server averages."""
     members = squares.algorithms(IFCASite)
     server = squares.server(IFCAServer, rounds=1, algorithms=members)
     specialists = {}
     for index, name in enumerate("AC"):
-        specialists[str(index)] = alone(squares, name, 8)
+        specialists[str(index)] = alone(name, 8)
         server.memory[CLUSTERS.member(str(index))] = specialists[str(index)]
     losses = {}
     for name, algorithm in members.items():
@@ -332,7 +328,7 @@ def test_a_site_trains_the_cluster_of_the_least_loss(squares: ModuleType) -> Non
         assert squares.equal(server.memory[CLUSTERS.member(cluster)], expected)
 
 
-def test_an_unknown_cluster_is_refused(squares: ModuleType) -> None:
+def test_an_unknown_cluster_is_refused() -> None:
     members = squares.algorithms(IFCASite)
     server = squares.server(IFCAServer, algorithms=members)
     step = Step.of(IFCASite.train, 0)
@@ -344,7 +340,7 @@ def test_an_unknown_cluster_is_refused(squares: ModuleType) -> None:
     assert "cluster '7'" in str(server.context.events.to_list())
 
 
-def test_clusters_start_apart(squares: ModuleType) -> None:
+def test_clusters_start_apart() -> None:
     clusters = squares.server(IFCAServer, clusters=3).memory.family(CLUSTERS)
     assert squares.equal(clusters["0"], squares.start())
     assert not clusters["1"]["head.weight"].equal(clusters["2"]["head.weight"])

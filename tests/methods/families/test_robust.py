@@ -1,16 +1,17 @@
 """Robust rules: values by hand, degenerate cases, one harmful site, and the server algorithms that can use them."""
 
 import math
-from types import ModuleType
 
 import pytest
 import torch
 
 import medflare
 from helpers.small_tasks import tiny_phantom
+from medflare.core.text import JsonDict
 from medflare.methods.aggregation import SiteModel
 from medflare.methods.catalogue import get_method
 from medflare.methods.parts import robust
+from methods import squares
 
 RULES = ["median", "trimmed", "krum", "geometric", "clipped"]
 NONE = robust.RobustLimits()
@@ -169,13 +170,10 @@ def test_one_site_alone_and_two(rule: str) -> None:
 
 @pytest.mark.parametrize("name", ["fedavg", "fedsm", "iop_fl", "grace", "sha", "robust"])
 @pytest.mark.parametrize("rule", RULES)
-def test_every_averaging_server_algorithm_has_them(
-    squares: ModuleType, name: str, rule: str
-) -> None:
+def test_every_averaging_server_algorithm_has_them(name: str, rule: str) -> None:
     method = get_method(name)
-    server = squares.server(
-        method.server_class, rule=rule, outside=(), **({"rho": 0.0} if name == "sha" else {})
-    )
+    hyper: JsonDict = {"rho": 0.0} if name == "sha" else {}
+    server = squares.server(method.server_class, rule=rule, outside=(), **hyper)
     sent = server.model
     models = {}
     for site, step in zip("ABCDE", (0.8, 0.9, 1.1, 1.2, -1000.0), strict=True):

@@ -1,6 +1,5 @@
 """SCAFFOLD by its formulas; c remains the mean of the sites' c_k if sites or updates are missing; client drift is corrected."""
 
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from medflare.methods.families.local_terms.scaffold import (
 )
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
+from methods import squares
 
 LR = 0.05
 
@@ -59,9 +59,7 @@ def test_correction_by_hand() -> None:
     }
 
 
-def test_mean_gradient_along_the_path_is_the_printed_difference_of_weights(
-    squares: ModuleType,
-) -> None:
+def test_mean_gradient_along_the_path_is_the_printed_difference_of_weights() -> None:
     """c_k⁺ - c_k = -c + (w_g - y) / (K η_l) under plain gradient descent (Alg. 1, line 12, ii)."""
     task = squares.task(optimizer={"name": "sgd", "lr": LR}, local_epochs=2, batch_size=5)
     played = squares.federation(ScaffoldSite, ScaffoldServer, task, rounds=3)
@@ -75,7 +73,7 @@ def test_mean_gradient_along_the_path_is_the_printed_difference_of_weights(
             squares.assert_close(update, printed)
 
 
-def test_the_first_round_is_fedavg(squares: ModuleType) -> None:
+def test_the_first_round_is_fedavg() -> None:
     scaffold = squares.federation(ScaffoldSite, ScaffoldServer, rounds=1)
     assert squares.equal(
         scaffold.model,
@@ -101,9 +99,7 @@ def control_variates(played: Any) -> dict[str, StateDict]:
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
-def test_c_is_the_mean_of_all_c_k_for_any_participation(
-    squares: ModuleType, weighting: str
-) -> None:
+def test_c_is_the_mean_of_all_c_k_for_any_participation(weighting: str) -> None:
     counts = {"B": (6, 4, 5), "C": (9, 4, 5)}
     missing = {0: "C", 1: "C", 2: "A"}
     absent = lambda step, name: missing.get(step.round) == name  # noqa: E731
@@ -115,7 +111,7 @@ def test_c_is_the_mean_of_all_c_k_for_any_participation(
     assert any(tensor.any() for tensor in played.server.control.values())
 
 
-def test_a_limited_share_holds_for_control_variates_too(squares: ModuleType) -> None:
+def test_a_limited_share_holds_for_control_variates_too() -> None:
     """`max_client_weight` reduces A's weight; after C has enrolled late, which changes the limit, c is still the mean of the c_k."""
     algorithms = squares.algorithms(
         ScaffoldSite, counts=dict.fromkeys("BC", (6, 4, 5)), weighting="samples"
@@ -141,7 +137,7 @@ def test_a_limited_share_holds_for_control_variates_too(squares: ModuleType) -> 
     )
 
 
-def test_few_sites_move_c_by_their_share_of_all(squares: ModuleType) -> None:
+def test_few_sites_move_c_by_their_share_of_all() -> None:
     """c <- c + |S|/N · mean of the updates (Alg. 1, line 17), N = 3."""
     played = squares.federation(
         ScaffoldSite, ScaffoldServer, rounds=1, absent=lambda step, name: name != "A"
@@ -152,7 +148,7 @@ def test_few_sites_move_c_by_their_share_of_all(squares: ModuleType) -> None:
     )
 
 
-def test_an_update_that_never_arrives_changes_neither_side(squares: ModuleType) -> None:
+def test_an_update_that_never_arrives_changes_neither_side() -> None:
     algorithms = squares.algorithms(ScaffoldSite)
     server = squares.server(ScaffoldServer, rounds=3, outside=(), algorithms=algorithms)
     for step in server.steps()[:3]:

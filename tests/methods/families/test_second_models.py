@@ -1,6 +1,5 @@
 """Second models: each formula by hand, what is FedAvg's bit by bit, and what stays at the site."""
 
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,10 +27,11 @@ from medflare.methods.fedavg.site import FedAvgSite
 from medflare.methods.parts import heads
 from medflare.networks.features import FeatureNetwork
 from medflare.training.epochs import trainable
+from methods import squares
 
 LR = 0.1
 SGD = {"name": "sgd", "lr": LR}
-SITES = {
+SITES: dict[str, tuple[type[Any], type[Any]]] = {
     "apfl": (APFLSite, FedAvgServer),
     "pfedme": (PFedMeSite, PFedMeServer),
     "perfedavg": (PerFedAvgSite, FedAvgServer),
@@ -40,7 +40,7 @@ SITES = {
 }
 
 
-def one_batch(squares: ModuleType, **changes: Any) -> Any:
+def one_batch(**changes: Any) -> Any:
     """A task whose rounds are one plain gradient step, without batch normalisation."""
     network = squares.WITHOUT_BATCH_NORM.network
     return squares.task(**{"network": network, "optimizer": SGD, "batch_size": 12, **changes})
@@ -74,7 +74,7 @@ def stepped(state: StateDict, slope: StateDict, factor: float = 1.0) -> StateDic
 
 @pytest.mark.parametrize("name", SITES)
 @pytest.mark.parametrize("target", ["multiclass", "binary", "multilabel"])
-def test_only_the_shared_model_leaves(squares: ModuleType, name: str, target: str) -> None:
+def test_only_the_shared_model_leaves(name: str, target: str) -> None:
     """Also with a site that misses the first round."""
     task = squares.MULTILABEL
     if target == "multiclass":
@@ -102,9 +102,7 @@ def test_only_the_shared_model_leaves(squares: ModuleType, name: str, target: st
     [(APFLSite, {}), (FMLSite, {"beta": 1.0}), (FedRoDSite, {})],
     ids=["apfl", "fml", "fedrod"],
 )
-def test_the_global_model_is_fedavgs(
-    squares: ModuleType, site_class: type[Any], hyper: dict[str, Any]
-) -> None:
+def test_the_global_model_is_fedavgs(site_class: type[Any], hyper: dict[str, Any]) -> None:
     """Bit by bit: the personal model learns from the same batches and gives no gradient to it."""
     expected = squares.federation(FedAvgSite, FedAvgServer)
     played = squares.federation(site_class, FedAvgServer, **hyper)
@@ -112,7 +110,7 @@ def test_the_global_model_is_fedavgs(
 
 
 @pytest.mark.parametrize("name", SITES)
-def test_a_site_that_never_trained_uses_the_global_model(squares: ModuleType, name: str) -> None:
+def test_a_site_that_never_trained_uses_the_global_model(name: str) -> None:
     algorithm = squares.algorithm(SITES[name][0], "O", server_class=SITES[name][1])
     assert algorithm.finalize(Message({"model": squares.start()})).keys() == {"global", "deployed"}
 
@@ -130,8 +128,8 @@ def test_apfl_keeps_what_the_mixture_collected() -> None:
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
-def test_apfl_moves_v_w_and_alpha_as_printed(squares: ModuleType, adaptive: bool) -> None:
-    task = one_batch(squares)
+def test_apfl_moves_v_w_and_alpha_as_printed(adaptive: bool) -> None:
+    task = one_batch()
     algorithm = squares.algorithm(APFLSite, task=task, alpha=0.3, adaptive=adaptive)
     w = squares.start(task)
     algorithm.local = v = moved(w, 0.2)
@@ -157,9 +155,9 @@ def test_apfl_moves_v_w_and_alpha_as_printed(squares: ModuleType, adaptive: bool
     squares.assert_close(algorithm.personal, expected)
 
 
-def test_apfl_limits_alpha(squares: ModuleType) -> None:
+def test_apfl_limits_alpha() -> None:
     """A huge step ends at a limit, which depends on the side of w on which v is."""
-    task = one_batch(squares, optimizer={"name": "sgd", "lr": 1e6})
+    task = one_batch(optimizer={"name": "sgd", "lr": 1e6})
     limits = set()
     for by in (0.2, -0.2):
         algorithm = squares.algorithm(APFLSite, task=task, alpha=0.01)
@@ -173,10 +171,9 @@ def test_apfl_limits_alpha(squares: ModuleType) -> None:
 # -- pFedMe ---------------------------------------------------------------------------------------
 
 
-def test_pfedme_moves_w_a_part_of_the_way(squares: ModuleType) -> None:
-    task = one_batch(squares)
-    hyper = {"lam": 2.0, "inner_steps": 2, "share": 0.25}
-    algorithm = squares.algorithm(PFedMeSite, task=task, **hyper)
+def test_pfedme_moves_w_a_part_of_the_way() -> None:
+    task = one_batch()
+    algorithm = squares.algorithm(PFedMeSite, task=task, lam=2.0, inner_steps=2, share=0.25)
     w = squares.start(task)
     images, targets, _ = batch_of(algorithm, "personal")
 
@@ -202,7 +199,7 @@ def test_pfedmes_server_step(beta: float, value: float) -> None:
     assert mean.shared(models, 0) == {"w": torch.tensor([4.0])}
 
 
-def test_running_statistics_are_averaged_whatever_beta_is(squares: ModuleType) -> None:
+def test_running_statistics_are_averaged_whatever_beta_is() -> None:
     norm = nn.BatchNorm2d(1)
     start = {name: tensor.clone() for name, tensor in norm.state_dict().items()}
     sent = {**start, "weight": torch.tensor([3.0]), "running_var": torch.tensor([0.25])}
@@ -216,8 +213,8 @@ def test_running_statistics_are_averaged_whatever_beta_is(squares: ModuleType) -
 # -- Per-FedAvg -----------------------------------------------------------------------------------
 
 
-def test_perfedavg_deploys_the_shared_model_after_a_step(squares: ModuleType) -> None:
-    task = one_batch(squares)
+def test_perfedavg_deploys_the_shared_model_after_a_step() -> None:
+    task = one_batch()
     played = squares.federation(PerFedAvgSite, FedAvgServer, task, selection="last")
     algorithm = played.algorithms["B"]
     images, targets, _ = batch_of(algorithm, "adapt", round=2)
@@ -231,9 +228,9 @@ def test_perfedavg_deploys_the_shared_model_after_a_step(squares: ModuleType) ->
 # -- FML ------------------------------------------------------------------------------------------
 
 
-def test_fml_is_half_loss_half_divergence(squares: ModuleType) -> None:
+def test_fml_is_half_loss_half_divergence() -> None:
     """Both models after a step, with the divergence of Bernoulli variables written down anew."""
-    task = one_batch(squares)
+    task = one_batch()
     algorithm = squares.algorithm(FMLSite, task=task, alpha=0.25, beta=0.75)
     d = squares.start(task)
     algorithm.personal = p = moved(d, 0.3)
@@ -281,7 +278,7 @@ def test_balance_of_a_sigmoid_is_that_of_two_classes() -> None:
     assert shift[1].isfinite()
 
 
-def test_fedrod_steps_by_hand(squares: ModuleType) -> None:
+def test_fedrod_steps_by_hand() -> None:
     """Generic and personal head after a step of one site with unequal classes."""
     task = squares.task("classification", optimizer=SGD, batch_size=12)
     algorithm = squares.algorithm(FedRoDSite, task=task, missing=2)
@@ -305,7 +302,7 @@ def test_fedrod_steps_by_hand(squares: ModuleType) -> None:
     squares.assert_close(algorithm.personal, expected)
 
 
-def test_the_deployed_network_adds_both_heads(squares: ModuleType) -> None:
+def test_the_deployed_network_adds_both_heads() -> None:
     played = squares.federation(FedRoDSite, FedAvgServer)
     algorithm = played.algorithms["A"]
     images = algorithm.site.data.train.images[:2]
@@ -329,7 +326,7 @@ def test_the_deployed_network_adds_both_heads(squares: ModuleType) -> None:
     ids=["not linear", "two layers"],
 )
 def test_fedrod_refuses_heads_that_cannot_be_added(
-    squares: ModuleType, monkeypatch: pytest.MonkeyPatch, head: nn.Module
+    monkeypatch: pytest.MonkeyPatch, head: nn.Module
 ) -> None:
     body = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten())
     network = FeatureNetwork(body, head).to("meta")

@@ -1,7 +1,6 @@
 """Server rules: formulas by hand and by reference numbers, their degenerate cases, and that they move what they should."""
 
 import math
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from helpers.fixture_types import Golden
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, weighted_mean
+from medflare.core.text import JsonDict
 from medflare.federation.preflight import check_run
 from medflare.federation.settings import RunSettings
 from medflare.methods.aggregation import SiteModel
@@ -21,6 +21,7 @@ from medflare.methods.families.server_rules import fedlws, fednova, fedopt, rule
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 from medflare.methods.method import extended
+from methods import squares
 
 RULES = ["fedavgm", "fedadagrad", "fedadam", "fedyogi", "fednova", "ida", "fedawa", "fedlws"]
 RULES += ["fedce", "feddg_ga", "fets_pid"]
@@ -122,7 +123,7 @@ class TestServerOptimizers:
         state = again(made).shared({"A": SiteModel(both)}, 1, start)
         assert state["w"].item() == 1.0 and state["head"].item() == pytest.approx(1.9)
 
-    def test_fedavgm_without_momentum_is_fedavg(self, squares: ModuleType) -> None:
+    def test_fedavgm_without_momentum_is_fedavg(self) -> None:
         server = get_method("fedavgm").server_class
         played = squares.federation(FedAvgSite, server, rounds=1, beta=0.0)
         fedavg = squares.federation(FedAvgSite, FedAvgServer, rounds=1)
@@ -141,9 +142,7 @@ class TestFedNova:
         assert fednova.normalizer(10, momentum) == pytest.approx(55, rel=1e-4)
 
     @pytest.mark.parametrize("variant", [{"nesterov": True}, {"dampening": 0.1}])
-    def test_other_kinds_of_momentum_are_refused(
-        self, squares: ModuleType, variant: dict[str, Any]
-    ) -> None:
+    def test_other_kinds_of_momentum_are_refused(self, variant: dict[str, Any]) -> None:
         optimizer = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
         get_method("fednova").check({}, squares.task(optimizer=optimizer))
         with pytest.raises(ConfigError, match="nesterov"):
@@ -163,7 +162,7 @@ class TestFedNova:
         first = aggregation("fednova").shared(some, 0, previous(10.0))
         assert first["w"].equal(aggregation("fednova").shared(full, 0, previous(10.0))["w"])
 
-    def test_momentum_comes_from_the_task(self, squares: ModuleType) -> None:
+    def test_momentum_comes_from_the_task(self) -> None:
         optimizer = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
         made = aggregation("fednova")
         made.prepare(squares.task(optimizer=optimizer), 2)
@@ -173,9 +172,7 @@ class TestFedNova:
         assert made.momentum == 0.0
 
     @pytest.mark.parametrize("partner", ["fedavg", "fedprox", "fedbn", "ditto"])
-    def test_equal_steps_are_fedavg_and_steps_are_counted(
-        self, squares: ModuleType, partner: str
-    ) -> None:
+    def test_equal_steps_are_fedavg_and_steps_are_counted(self, partner: str) -> None:
         """12 images in batches of 6, two epochs; the personal model's steps do not count."""
         task = squares.task(local_epochs=2)
         pair = get_method(partner, server="fednova")
@@ -186,7 +183,7 @@ class TestFedNova:
         plain = squares.federation(method.site_class, method.server_class, task)
         assert squares.equal(nova.model, plain.model)
 
-    def test_steps_with_differential_privacy_are_counted(self, squares: ModuleType) -> None:
+    def test_steps_with_differential_privacy_are_counted(self) -> None:
         method = get_method("fednova")
         task = squares.WITHOUT_BATCH_NORM
         played = squares.federation(
@@ -195,7 +192,7 @@ class TestFedNova:
         replies = played.log[0].replies.values()
         assert [reply.meta["steps"] for reply in replies] == [2, 2, 2]
 
-    def test_steps_that_cannot_be_counted_are_refused(self, squares: ModuleType) -> None:
+    def test_steps_that_cannot_be_counted_are_refused(self) -> None:
         class OwnLoop(FedAvgSite[Any]):
             def train(self, round: int, incoming: Message) -> Message:
                 reply = Message.of(self.measured(validation={}))
@@ -207,18 +204,16 @@ class TestFedNova:
         with pytest.raises(ConfigError, match="count"):
             squares.federation(site_class, server, rounds=1)
 
-    def server(self, squares: ModuleType, task: Any) -> Any:
+    def server(self, task: Any) -> Any:
         """Of one round."""
         method = get_method("fednova")
         algorithms = squares.algorithms(method.site_class, task, server_class=method.server_class)
         return squares.server(method.server_class, task, 1, outside=(), algorithms=algorithms)
 
     @pytest.mark.parametrize(("claimed", "counted"), [(2**53, 24), (1, 4), (4, 4), (24, 24)])
-    def test_a_false_number_of_steps_is_changed(
-        self, squares: ModuleType, claimed: int, counted: int
-    ) -> None:
+    def test_a_false_number_of_steps_is_changed(self, claimed: int, counted: int) -> None:
         """12 images, two epochs: 4 steps in batches of 6, 24 in batches of 1."""
-        server = self.server(squares, squares.task(local_epochs=2))
+        server = self.server(squares.task(local_epochs=2))
         replies = {}
         for site in "ABC":
             meta = {"n_samples": 12, "steps": claimed if site == "B" else 4, "validation": {}}
@@ -229,15 +224,15 @@ class TestFedNova:
         assert warned == ["B"] * (claimed != counted)
         squares.assert_close(server.model, squares.start())  # no NaN
 
-    def test_a_site_of_unknown_images_counts_as_the_others(self, squares: ModuleType) -> None:
-        server = self.server(squares, squares.SEGMENTATION)
+    def test_a_site_of_unknown_images_counts_as_the_others(self) -> None:
+        server = self.server(squares.SEGMENTATION)
         del server.context.site_counts["B"]["n"]["train"]
         meta = {"n_samples": 12, "steps": 2, "validation": {}}
         replies = {site: Message({"model": squares.start()}, dict(meta)) for site in "ABC"}
         server.aggregate(Step("train", 0), replies)
         assert "steps" not in replies["B"].meta and replies["A"].meta["steps"] == 2
 
-    def test_sites_with_other_numbers_of_steps(self, squares: ModuleType) -> None:
+    def test_sites_with_other_numbers_of_steps(self) -> None:
         counts = {"B": (3, 4, 5)}
         method = get_method("fednova")
         algorithms = squares.algorithms(
@@ -273,7 +268,7 @@ class TestIDA:
         made.shared(models([1.0], [1.0]), 0, previous(0.0))
         assert made.weights == {"A": 0.5, "B": 0.5}
 
-    def test_the_far_site_loses_weight(self, squares: ModuleType) -> None:
+    def test_the_far_site_loses_weight(self) -> None:
         method = get_method("ida")
         played = squares.federation(method.site_class, method.server_class, rounds=1)
         replies = {site: reply.states["model"] for site, reply in played.log[0].replies.items()}
@@ -302,7 +297,7 @@ class TestFedAWA:
         actual = weights.alignment_loss(logits, vectors @ vectors.T, cosine)
         assert actual.item() == pytest.approx(expected.item())
 
-    def test_no_steps_are_fedavg(self, squares: ModuleType) -> None:
+    def test_no_steps_are_fedavg(self) -> None:
         method = get_method("fedawa")
         played = squares.federation(method.site_class, method.server_class, steps=0)
         squares.assert_close(played.model, squares.federation(FedAvgSite, FedAvgServer).model)
@@ -359,7 +354,7 @@ class TestFedLWS:
         assert state["a.weight"].item() == state["a.bias"].item() == pytest.approx(1 / 1.01)
         assert state["b.weight"].item() == 1.0
 
-    def test_no_strength_is_fedavg(self, squares: ModuleType) -> None:
+    def test_no_strength_is_fedavg(self) -> None:
         method = get_method("fedlws")
         played = squares.federation(method.site_class, method.server_class, tau_max=0.0)
         assert squares.equal(played.model, squares.federation(FedAvgSite, FedAvgServer).model)
@@ -404,10 +399,11 @@ class TestFedPIDAvg:
         made.shared(models([1.0], [1.0], loss=[loss, loss]), 0, previous(0.0))
         assert made.weights == {"A": 0.5, "B": 0.5} and made.record == {}
 
-    def test_images_alone_are_fedavg(self, squares: ModuleType) -> None:
+    def test_images_alone_are_fedavg(self) -> None:
         method = get_method("fets_pid")
-        hyper = {"alpha": 1.0, "beta": 0.0, "gamma": 0.0}
-        played = squares.federation(method.site_class, method.server_class, **hyper)
+        played = squares.federation(
+            method.site_class, method.server_class, alpha=1.0, beta=0.0, gamma=0.0
+        )
         assert squares.equal(played.model, squares.federation(FedAvgSite, FedAvgServer).model)
 
 
@@ -452,13 +448,13 @@ class TestFedDGGA:
         lonely = {"B": models([1.0], [3.0])["B"]}
         assert made.shared(lonely, 1, previous(0.0))["w"].item() == 3.0
 
-    def test_no_step_is_fedavg(self, squares: ModuleType) -> None:
+    def test_no_step_is_fedavg(self) -> None:
         method = get_method("feddg_ga")
         played = squares.federation(method.site_class, method.server_class, step=0.0)
         plain = squares.federation(FedAvgSite, FedAvgServer, weighting="uniform")
         squares.assert_close(played.model, plain.model)
 
-    def test_the_metric_is_that_of_the_trained_model(self, squares: ModuleType) -> None:
+    def test_the_metric_is_that_of_the_trained_model(self) -> None:
         method = get_method("feddg_ga")
         played = squares.federation(method.site_class, method.server_class)
         reply = played.log[0].replies["A"]
@@ -511,7 +507,7 @@ class TestFedCE:
         made.shared(models([1.0, 0.0], without_metric=[None]), 2, start)
         assert made.record["A"]["cosines"] == pytest.approx([0.0, 1.0, 0.0])
 
-    def test_each_site_gets_the_mean_without_it(self, squares: ModuleType) -> None:
+    def test_each_site_gets_the_mean_without_it(self) -> None:
         method = get_method("fedce")
         absent = lambda step, name: (step.round, name) == (1, "C")  # noqa: E731
         played = squares.federation(method.site_class, method.server_class, rounds=3, absent=absent)
@@ -520,7 +516,7 @@ class TestFedCE:
             assert "without" not in message.states
         replies = {site: reply.states["model"] for site, reply in first.replies.items()}
         others = {site: replies[site] for site in "BC"}
-        contributions = first_weights(squares, method)
+        contributions = first_weights(method)
         squares.assert_close(
             second.outgoing["A"].states["without"], weighted_mean(others, contributions)
         )
@@ -530,7 +526,7 @@ class TestFedCE:
         )
 
 
-def first_weights(squares: ModuleType, method: Any) -> dict[str, float]:
+def first_weights(method: Any) -> dict[str, float]:
     """FedCE's weights after the first round."""
     played = squares.federation(method.site_class, method.server_class, rounds=1)
     weights: dict[str, float] = played.server.aggregation.weights
@@ -570,22 +566,22 @@ class TestMaxClientWeight:
 
 class TestAllRules:
     @pytest.mark.parametrize("name", RULES)
-    def test_resumed_from_disk_after_every_step(
-        self, squares: ModuleType, name: str, tmp_path: Any
-    ) -> None:
+    def test_resumed_from_disk_after_every_step(self, name: str, tmp_path: Any) -> None:
         """With a site that misses the second of three rounds; the model is not FedAvg's.
 
         FedNova's is, since all sites take as many steps; so is FedDG-GA's, since no metric falls.
         """
         method = get_method(name)
         task = squares.CLASSIFICATION_WITH_BATCH_NORM
-        options = {"rounds": 3, "absent": lambda step, site: (step.round, site) == (1, "B")}
+        options: JsonDict = {
+            "rounds": 3,
+            "absent": lambda step, site: (step.round, site) == (1, "B"),
+        }
 
         def played(store: Any = None) -> StateDict:
-            model: StateDict = squares.federation(
+            return squares.federation(
                 method.site_class, method.server_class, task, store=store, **options
             ).model
-            return model
 
         model = played()
         assert squares.equal(model, played(tmp_path))
@@ -607,7 +603,7 @@ class TestAllRules:
         assert made.shared(models(*values, **meta), 0, previous(1.0))["w"].item() < 1.3
 
     @pytest.mark.parametrize("name", RULES)
-    def test_pairs_with_other_site_algorithms(self, squares: ModuleType, name: str) -> None:
+    def test_pairs_with_other_site_algorithms(self, name: str) -> None:
         whole = {"fedce", "feddg_ga"}
         two_rounds = RunSettings(rounds=2, seed=0)
         for partner in ("fedprox", "moon", "fedbn", "fedrep", "ditto", "fedbabu"):
@@ -618,7 +614,7 @@ class TestAllRules:
             else:
                 check_run(pair, squares.CLASSIFICATION_WITH_BATCH_NORM, {}, two_rounds)
 
-    def test_trained_entries_are_parameters(self, squares: ModuleType) -> None:
+    def test_trained_entries_are_parameters(self) -> None:
         made = aggregation("ida")
         made.prepare(squares.CLASSIFICATION_WITH_BATCH_NORM, 2)
         state = squares.start(squares.CLASSIFICATION_WITH_BATCH_NORM)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,13 +24,13 @@ from medflare.methods.families.teachers.mean_teacher import (
 )
 from medflare.training.opening import open_site
 from medflare.training.site import Site
+from methods import squares
 
 PART = {"A": ("square",)}
 NONE = {"C": ()}
 
 
 def played(
-    squares: ModuleType,
     name: str,
     task: Any,
     annotated: Mapping[str, tuple[str, ...]] = {},
@@ -73,8 +72,8 @@ class TestConDist:
         weights = list(map(hyper.weight, (0, 5, 10, 11)))
         assert weights == pytest.approx([0.02, 1.01, 2.0, 2.0])
 
-    def test_the_loss_is_a_dice_loss_of_all_other_classes(self, squares: ModuleType) -> None:
-        run = played(squares, "condist", squares.MULTICLASS, PART, sites=("A", "B"))
+    def test_the_loss_is_a_dice_loss_of_all_other_classes(self) -> None:
+        run = played("condist", squares.MULTICLASS, PART, sites=("A", "B"))
         random = torch.Generator().manual_seed(0)
         student, teacher = torch.randn(2, 2, 3, 8, 8, generator=random)
         targets = torch.randint(0, 2, (2, 8, 8), generator=random)
@@ -90,27 +89,27 @@ class TestConDist:
 
     @pytest.mark.parametrize("kind", ["MULTICLASS", "MULTILABEL"])
     def test_without_weight_or_missing_structures_it_is_fedavg(
-        self, kind: str, squares: ModuleType, tmp_path: Path
+        self, kind: str, tmp_path: Path
     ) -> None:
         # After round 0 the teacher finds more than squares.
         task = replace(getattr(squares, kind), local_epochs=4)
-        fedavg = played(squares, "fedavg", task, PART).model
-        assert squares.equal(played(squares, "condist", task, PART, lam=0.0).model, fedavg)
-        condist = played(squares, "condist", task, PART, store=tmp_path)
+        fedavg = played("fedavg", task, PART).model
+        assert squares.equal(played("condist", task, PART, lam=0.0).model, fedavg)
+        condist = played("condist", task, PART, store=tmp_path)
         assert not squares.equal(condist.model, fedavg)
         assert not condist.server.context.events.to_list()
-        complete = played(squares, "condist", task)
-        assert squares.equal(complete.model, played(squares, "fedavg", task).model)
+        complete = played("condist", task)
+        assert squares.equal(complete.model, played("fedavg", task).model)
         (event,) = complete.server.context.events.to_list()
         assert "fedavg" in event["message"]
 
-    def test_the_site_follows_the_global_model(self, squares: ModuleType) -> None:
+    def test_the_site_follows_the_global_model(self) -> None:
         task = replace(squares.MULTICLASS, local_epochs=12)
         sites = ("A", "B")
-        start = played(squares, "fedavg", task, sites=sites).model
+        start = played("fedavg", task, sites=sites).model
         apart = {}
         for lam in (0.0, 1.0):
-            site = played(squares, "condist", task, PART, sites, lam=lam).algorithms["A"]
+            site = played("condist", task, PART, sites, lam=lam).algorithms["A"]
             trained = site.perform("train", 99, Message({"model": dict(start)})).states["model"]
             images, targets = next(site.site.ordered("train"))[:2]
             teacher = site.frozen(start)(images)
@@ -119,7 +118,7 @@ class TestConDist:
         assert apart[1.0] < 0.9 * apart[0.0]
 
     @pytest.mark.parametrize("kind", ["SEGMENTATION", "CLASSIFICATION"])
-    def test_tasks_without_parts_are_refused(self, kind: str, squares: ModuleType) -> None:
+    def test_tasks_without_parts_are_refused(self, kind: str) -> None:
         with pytest.raises(ConfigError, match="run fedavg"):
             get_method("condist").check({}, getattr(squares, kind))
 
@@ -145,32 +144,32 @@ class TestMeanTeacher:
         assert rule.shared({"B": models["B"]}, 2, previous) is previous
 
     @pytest.mark.parametrize("kind", ["SEGMENTATION", "MULTILABEL", "CLASSIFICATION"])
-    def test_a_site_without_labels(self, kind: str, squares: ModuleType, tmp_path: Path) -> None:
+    def test_a_site_without_labels(self, kind: str, tmp_path: Path) -> None:
         task = getattr(squares, kind)
-        run = played(squares, "mean_teacher", task, NONE)
-        stored = played(squares, "mean_teacher", task, NONE, store=tmp_path)
+        run = played("mean_teacher", task, NONE)
+        stored = played("mean_teacher", task, NONE, store=tmp_path)
         assert squares.equal(run.model, stored.model) and moved(run, "C") > 0
         assert run.log[-1].replies["C"].meta["validation"] == {"global": None}
         # Without strength its model stays; without weight, or with labels, the mean is FedAvg's.
-        assert moved(played(squares, "mean_teacher", task, NONE, strength=0.0), "C") == 0
-        alone = played(squares, "mean_teacher", task, NONE, unlabelled_weight=0.0).model
-        assert squares.equal(alone, played(squares, "fedavg", task, sites=("A", "B")).model)
-        labelled = played(squares, "mean_teacher", task).model
-        assert squares.equal(labelled, played(squares, "fedavg", task).model)
+        assert moved(played("mean_teacher", task, NONE, strength=0.0), "C") == 0
+        alone = played("mean_teacher", task, NONE, unlabelled_weight=0.0).model
+        assert squares.equal(alone, played("fedavg", task, sites=("A", "B")).model)
+        labelled = played("mean_teacher", task).model
+        assert squares.equal(labelled, played("fedavg", task).model)
 
-    def test_noise_and_lag_teach(self, squares: ModuleType) -> None:
+    def test_noise_and_lag_teach(self) -> None:
         """Without noise the student equals its teacher, so no step has a gradient."""
         task = replace(squares.WITHOUT_BATCH_NORM, optimizer={"name": "sgd", "lr": 0.1})
         options: dict[str, Any] = {"ramp_rounds": 0, "strength": 100.0}
-        assert moved(played(squares, "mean_teacher", task, NONE, **options, noise=0.0), "C") < 1e-6
-        slow = played(squares, "mean_teacher", task, NONE, **options, decay=1.0)
-        fast = played(squares, "mean_teacher", task, NONE, **options, decay=0.0)
+        assert moved(played("mean_teacher", task, NONE, **options, noise=0.0), "C") < 1e-6
+        slow = played("mean_teacher", task, NONE, **options, decay=1.0)
+        fast = played("mean_teacher", task, NONE, **options, decay=0.0)
         assert moved(slow, "C") > 1e-4 and not squares.equal(slow.model, fast.model)
 
 
 @pytest.mark.parametrize("kind", ["segmentation", "classification"])
 def test_labels_of_a_site_without_labels_have_no_influence(
-    kind: str, squares: ModuleType, make_site: SiteOf, make_task: TaskOf, edit: Edit
+    kind: str, make_site: SiteOf, make_task: TaskOf, edit: Edit
 ) -> None:
     task = make_task(kind)
     method = get_method("mean_teacher")
