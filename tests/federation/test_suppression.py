@@ -95,12 +95,9 @@ def test_a_prototype_of_few_patients_is_suppressed(kind: str) -> None:
 
 
 def test_suppressed_statistics_do_not_change_the_ridge_selector() -> None:
-    method = get_method("fedsm")
-    log, server, algorithms = squares.federation(
-        method.site_class, method.server_class, rounds=1, selector="ridge", gamma=0.5
-    )
+    log, server, algorithms = squares.run("fedsm", rounds=1, selector="ridge", gamma=0.5)
     step, _, replies = next(turn for turn in log if turn.step.phase == "selector_features")
-    phase = method.site_class.phase("selector_features")
+    phase = get_method("fedsm").site_class.phase("selector_features")
 
     def solved(replies: dict[str, Message]) -> dict[str, torch.Tensor]:
         server.aggregate(step, replies)

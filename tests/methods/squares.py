@@ -288,6 +288,12 @@ def federation(
     )
 
 
+def run(name: str, *arguments: Any, **options: Any) -> Played:
+    """A method by name; arguments as of `federation`."""
+    method = get_method(name)
+    return federation(method.site_class, method.server_class, *arguments, **options)
+
+
 def trained(
     cls: type[SiteAlgorithm[Any]],
     task: TaskConfig = SEGMENTATION,

@@ -13,7 +13,6 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.catalogue import get_method
-from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from methods import squares
 from methods.squares import equal, one_by_one
 
@@ -28,7 +27,7 @@ def test_a_package_offers_its_public_names(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def fedavg() -> StateDict:
-    return squares.federation(FedAvgSite, FedAvgServer, rounds=3).model
+    return squares.run("fedavg", rounds=3).model
 
 
 @pytest.mark.parametrize(
@@ -46,10 +45,7 @@ def fedavg() -> StateDict:
     ],
 )
 def test_the_global_model_is_fedavgs(fedavg: StateDict, name: str, hyper: dict[str, Any]) -> None:
-    method = get_method(name)
-    assert equal(
-        squares.federation(method.site_class, method.server_class, rounds=3, **hyper).model, fedavg
-    )
+    assert equal(squares.run(name, rounds=3, **hyper).model, fedavg)
 
 
 @pytest.mark.parametrize(
@@ -64,11 +60,8 @@ def test_the_global_model_is_fedavgs(fedavg: StateDict, name: str, hyper: dict[s
     ids=str,
 )
 def test_a_site_with_one_image_trains(name: str, hyper: dict[str, Any]) -> None:
-    method = get_method(name)
     task = squares.task("classification")
-    log, _, _ = squares.federation(
-        method.site_class, method.server_class, task, counts={"C": (1, 1, 1)}, **hyper
-    )
+    log, _, _ = squares.run(name, task, counts={"C": (1, 1, 1)}, **hyper)
     for turn in (turn for turn in log if turn.step.phase == "train"):
         reply = turn.replies["C"]
         assert math.isfinite(reply.meta["loss"])
@@ -125,8 +118,7 @@ def test_every_option_changes_the_sites_training(name: str, kind: str) -> None:
 def test_a_model_of_the_sites_own_is_of_the_best_round_by_its_validation(
     name: str, metric: str, own: str
 ) -> None:
-    method = get_method(name)
-    log, server, algorithms = squares.federation(method.site_class, method.server_class, rounds=4)
+    log, server, algorithms = squares.run(name, rounds=4)
     for site, algorithm in algorithms.items():
         values = [turn.replies[site].meta["validation"][metric] for turn in log[1:]]
         last_of_equals = max(
@@ -142,7 +134,7 @@ def test_a_model_of_the_sites_own_is_of_the_best_round_by_its_validation(
         assert algorithm.validation(algorithm.network("again", state)) == pytest.approx(
             algorithm.selection.value
         )
-    last = squares.federation(method.site_class, method.server_class, rounds=4, selection="last")
+    last = squares.run(name, rounds=4, selection="last")
     state = (
         last.algorithms["A"].finalize(last.server.configure_final("A"))["personal"].states["model"]
     )

@@ -48,7 +48,7 @@ def test_per_fedavg() -> None:
 
 
 def test_routing_at_an_outside_site() -> None:
-    server = squares.federation(IOPSite, IOPServer, TASK, rounds=1, outside=("O",)).server
+    server = squares.run("iop_fl", TASK, rounds=1, outside=("O",)).server
     with watched(squares.site("O", TASK, (0, 0, MANY)), "test") as (site, split):
         algorithm = IOPSite(site, squares.plan_of(IOPSite, IOPServer, TASK, route_epochs=2))
         deployed = algorithm.finalize(server.configure_final("O"))["deployed"]

@@ -162,10 +162,9 @@ METHODS = [name for name in method_names() if name != "condist"]  # it needs two
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_trains_in_bf16(name: str) -> None:
-    method = get_method(name)
     task = squares.task(precision="bf16", network={**INSTANCE_UNET, "norm": "batch"})
     hyper: dict[str, Any] = {"selector_rounds": 1} if name == "fedsm_extra" else {}
-    played = squares.federation(method.site_class, method.server_class, task, rounds=1, **hyper)
+    played = squares.run(name, task, rounds=1, **hyper)
     for turn in played.log:
         for reply in turn.replies.values():
             for state in reply.states.values():

@@ -239,7 +239,7 @@ def test_the_head_predicts_the_nearest_prototype() -> None:
 
 
 def trained_personal(lam: float) -> tuple[Any, Any]:
-    played = squares.federation(FedProtoSite, FedProtoServer, lam=lam)
+    played = squares.run("fedproto", lam=lam)
     return played.algorithms["A"], played.server
 
 
@@ -258,7 +258,7 @@ def test_the_term_pulls_prototypes_together() -> None:
     """The sites' backgrounds differ, and so do their features."""
     apart = {}
     for lam in (0.0, 10.0):
-        played = squares.federation(FedProtoSite, FedProtoServer, rounds=3, lam=lam)
+        played = squares.run("fedproto", rounds=3, lam=lam)
         last = [turn for turn in played.log if turn.step.phase == "train"][-1]
         sent = torch.stack([reply.states["prototypes"]["means"] for reply in last.replies.values()])
         apart[lam] = float((sent - sent.mean(dim=0)).square().sum())
@@ -339,8 +339,8 @@ def test_each_label_learns_from_its_own_features() -> None:
 
 
 def test_without_steps_the_model_is_fedavgs() -> None:
-    expected = squares.federation(FedAvgSite, FedAvgServer)
-    played = squares.federation(FedGaussianSite, FedGaussianServer, head_steps=0, selection="last")
+    expected = squares.run("fedavg")
+    played = squares.run("fed_gaussian", head_steps=0, selection="last")
     assert_bits(played.model, expected.model)
     steps = [(step.phase, step.part) for step in played.server.steps()]
     assert steps[-3:] == [("validate", 0), ("class_statistics", 0), ("validate", 1)]
@@ -348,8 +348,8 @@ def test_without_steps_the_model_is_fedavgs() -> None:
 
 def test_only_the_head_changes() -> None:
     task = squares.CLASSIFICATION_WITH_BATCH_NORM
-    expected = squares.federation(FedAvgSite, FedAvgServer, task).model
-    played = squares.federation(FedGaussianSite, FedGaussianServer, task, selection="last")
+    expected = squares.run("fedavg", task).model
+    played = squares.run("fed_gaussian", task, selection="last")
     model = played.server.configure_final("A").states["model"]
     changed = {name for name in model if not model[name].equal(expected[name])}
     assert changed == {"head.weight", "head.bias"}
@@ -362,9 +362,7 @@ def test_only_the_head_changes() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_ridge_is_scikit_learns_on_all_images(task: str) -> None:
-    played = squares.federation(
-        RidgeSite, RidgeServer, getattr(squares, task), rounds=1, lam=0.5, selection="last"
-    )
+    played = squares.run("ridge", getattr(squares, task), rounds=1, lam=0.5, selection="last")
     rows = []
     labels = []
     for algorithm in played.algorithms.values():
@@ -397,7 +395,7 @@ def test_the_division_of_images_over_sites_does_not_matter() -> None:
 def test_a_late_site_adds_its_statistics() -> None:
     """Also one that is gone in the second round; the head learns what the initial one does not know."""
     task = squares.CLASSIFICATION_WITH_BATCH_NORM
-    complete = squares.federation(RidgeSite, RidgeServer, task, rounds=1)
+    complete = squares.run("ridge", task, rounds=1)
     late = squares.federation(
         RidgeSite,
         RidgeServer,

@@ -9,7 +9,6 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.families.second_models import DITTO
 from medflare.methods.families.second_models.ditto import DittoSite
-from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 from medflare.training.epochs import trainable
 from methods import squares
@@ -36,7 +35,7 @@ def by_hand(
 
 def test_personal_model_by_hand() -> None:
     task = squares.task(optimizer={"name": "sgd", "lr": LR})
-    played = squares.federation(DittoSite, FedAvgServer, task, lam=0.7)
+    played = squares.run("ditto", task, lam=0.7)
     expected = squares.start(task)
     for round in range(2):
         shared = played.log[round].outgoing["B"].states["model"]
@@ -45,7 +44,7 @@ def test_personal_model_by_hand() -> None:
 
 
 def test_both_models_are_validated_and_the_personal_one_never_leaves() -> None:
-    played = squares.federation(DittoSite, FedAvgServer)
+    played = squares.run("ditto")
     for turn in played.log:
         for reply in turn.replies.values():
             assert reply.meta["validation"].keys() == {"global", "personal"}

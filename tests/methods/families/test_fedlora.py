@@ -28,7 +28,7 @@ SHARES = ["both", "a", "b"]
 
 
 def federation(share: str = "both", **options: Any) -> Any:
-    return squares.federation(FedLoRASite, FedLoRAServer, share=share, **options)
+    return squares.run("fedlora", share=share, **options)
 
 
 def plain(adapters: StateDict, start: StateDict, algorithm: Any) -> StateDict:

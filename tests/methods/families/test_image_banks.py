@@ -223,13 +223,13 @@ def test_without_a_bank_it_is_fedavg(monkeypatch: pytest.MonkeyPatch, cls: Any, 
     monkeypatch.setattr(BankServer, "collect", empty)
     task = getattr(squares, kind)
     played = squares.federation(cls, BankServer, task)
-    assert squares.equal(played.model, squares.federation(FedAvgSite, FedAvgServer, task).model)
+    assert squares.equal(played.model, squares.run("fedavg", task).model)
 
 
 def test_harmofl_without_a_bank_is_fedsam(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BankServer, "collect", empty)
-    played = squares.federation(HarmoFLSite, BankServer)
-    assert squares.equal(played.model, squares.federation(FedSAMSite, FedAvgServer).model)
+    played = squares.run("harmofl")
+    assert squares.equal(played.model, squares.run("fedsam").model)
 
 
 def test_fedrdn_with_one_set_of_statistics_is_fedavg_of_normalised_images(
@@ -239,7 +239,7 @@ def test_fedrdn_with_one_set_of_statistics_is_fedavg_of_normalised_images(
         return {"mean": torch.tensor([0.5]), "deviation": torch.tensor([2.0])}
 
     monkeypatch.setattr(FedRDNSite, "described", same)
-    played = squares.federation(FedRDNSite, BankServer)
+    played = squares.run("fedrdn")
     members = squares.algorithms(FedAvgSite)
     for member in members.values():
         data = member.site.data

@@ -250,7 +250,7 @@ def test_mixstyle_refuses_a_network_without_convolutions() -> None:
 def test_ddaig_without_generated_images_is_fedavg() -> None:
     for kind in KINDS:
         task = squares.task(kind)
-        played = squares.federation(DDAIGSite, DDAIGServer, task, rounds=1, alpha=0.0)
+        played = squares.run("ddaig", task, rounds=1, alpha=0.0)
         reply = played.log[0].replies["A"].states
         assert squares.equal(reply["model"], squares.trained(FedAvgSite, task)[0])
         assert not squares.equal(reply["networks"], played.log[0].outgoing["A"].states["networks"])
@@ -294,7 +294,7 @@ def descend(loss: Any, network: nn.Module) -> None:
 
 def test_ddaig_moves_running_statistics_by_the_originals() -> None:
     task = squares.task(**ONE_STEP)
-    played = squares.federation(DDAIGSite, DDAIGServer, task, rounds=1)
+    played = squares.run("ddaig", task, rounds=1)
     generated = played.log[0].replies["A"].states["model"]
     plain, _ = squares.trained(FedAvgSite, task)
     different = {name for name in plain if not generated[name].equal(plain[name])}
@@ -304,8 +304,8 @@ def test_ddaig_moves_running_statistics_by_the_originals() -> None:
 
 
 def test_ddaig_averages_all_networks() -> None:
-    played = squares.federation(
-        DDAIGSite, DDAIGServer, rounds=2, absent=lambda step, name: (name, step.round) == ("B", 1)
+    played = squares.run(
+        "ddaig", rounds=2, absent=lambda step, name: (name, step.round) == ("B", 1)
     )
     networks = {name: reply.states["networks"] for name, reply in played.log[1].replies.items()}
     assert networks.keys() == {"A", "C"}

@@ -57,7 +57,7 @@ def test_feddyn_step_has_the_printed_gradient() -> None:
 def test_feddyn_server_by_hand() -> None:
     """h = -α/N Σ Δ_k and w = mean - h/α, with all three sites and with one of three."""
     start = squares.start()
-    full = squares.federation(FedDynSite, FedDynServer, rounds=1)
+    full = squares.run("feddyn", rounds=1)
     mean = weighted_mean({name: model_of(full, name) for name in "ABC"}, dict.fromkeys("ABC", 1.0))
     trained = full.server.control_sum.keys()
     expected = moved(mean, difference(mean, start))
@@ -69,9 +69,7 @@ def test_feddyn_server_by_hand() -> None:
     for name in statistics:
         assert full.model[name].equal(mean[name])
 
-    alone = squares.federation(
-        FedDynSite, FedDynServer, rounds=1, absent=lambda step, name: name != "A"
-    )
+    alone = squares.run("feddyn", rounds=1, absent=lambda step, name: name != "A")
     model = model_of(alone, "A")
     expected = moved(model, difference(model, start), 1 / 3)
     squares.assert_close(

@@ -9,8 +9,6 @@ from medflare.core.states import StateDict, batch_norm_entries, copy_state
 from medflare.methods.catalogue import get_method
 from medflare.methods.families.partial_sharing.fedbabu import FedBABUSite
 from medflare.methods.families.partial_sharing.site import FedPerSite, LGFedAvgSite, SiloBNSite
-from medflare.methods.fedavg import FedAvgServer, FedAvgSite
-from medflare.methods.fedavg.fine_tuning import FineTunedSite
 from methods import squares
 
 HEAD = {"head.weight", "head.bias"}
@@ -35,8 +33,8 @@ def test_what_stays() -> None:
 
 def test_fedper_is_fedavg_with_the_head_of_each_site() -> None:
     """In the first round both start alike: the shared part is FedAvg's mean."""
-    shared = squares.federation(FedPerSite, FedAvgServer, rounds=1).model
-    fedavg = squares.federation(FedAvgSite, FedAvgServer, rounds=1).model
+    shared = squares.run("fedper", rounds=1).model
+    fedavg = squares.run("fedavg", rounds=1).model
     for name, tensor in shared.items():
         if name not in HEAD:
             assert tensor.equal(fedavg[name]), name
@@ -44,7 +42,7 @@ def test_fedper_is_fedavg_with_the_head_of_each_site() -> None:
 
 class TestFedBABU:
     def test_the_head_keeps_the_common_start_and_does_not_travel(self) -> None:
-        played = squares.federation(FedBABUSite, FedAvgServer, outside=("O",))
+        played = squares.run("fedbabu", outside=("O",))
         assert [turn.step.phase for turn in played.log] == [
             "train",
             "train",
@@ -74,12 +72,12 @@ class TestFedBABU:
                 for weight, gradient in zip(body, gradients, strict=True):
                     weight.sub_(0.1 * gradient)
         expected = copy_state(network.state_dict())
-        played = squares.federation(FedBABUSite, FedAvgServer, task, rounds=1)
+        played = squares.run("fedbabu", task, rounds=1)
         sent = played.log[0].replies["A"].states["model"]
         squares.assert_close(sent, {name: expected[name] for name in sent})
 
     def test_the_whole_model_is_fine_tuned(self) -> None:
-        played = squares.federation(FedBABUSite, FedAvgServer, selection="last")
+        played = squares.run("fedbabu", selection="last")
         personal = final(played, "A")
         for name in HEAD:
             assert not personal[name].equal(played.model[name])
@@ -88,10 +86,8 @@ class TestFedBABU:
 class TestFineTuning:
     def test_is_fedavg_and_then_training_at_the_site(self) -> None:
         task = squares.task(optimizer={"name": "sgd", "lr": 0.1})
-        played = squares.federation(
-            FineTunedSite, FedAvgServer, task, selection="last", tuning_epochs=2
-        )
-        fedavg = squares.federation(FedAvgSite, FedAvgServer, task, selection="last")
+        played = squares.run("finetune", task, selection="last", tuning_epochs=2)
+        fedavg = squares.run("fedavg", task, selection="last")
         assert squares.equal(played.model, fedavg.model)
         site = played.algorithms["B"].site
         network = site.network()
@@ -108,11 +104,11 @@ class TestFineTuning:
         squares.assert_close(final(played, "B"), copy_state(network.state_dict()))
 
     def test_without_epochs_it_is_the_global_model(self) -> None:
-        played = squares.federation(FineTunedSite, FedAvgServer, tuning_epochs=0)
+        played = squares.run("finetune", tuning_epochs=0)
         assert squares.equal(final(played, "A"), played.server.selected[0])
 
     def test_the_global_model_is_used_if_it_is_better(self) -> None:
-        played = squares.federation(FineTunedSite, FedAvgServer)
+        played = squares.run("finetune")
         algorithm = played.algorithms["A"]
         values = iter([0.9, 0.1])  # before and after fine-tuning
         algorithm.memory.states.pop("personal/best")

@@ -32,7 +32,7 @@ from medflare.methods.families.personalized_aggregation.fedfomo import (
     first_order_weights,
 )
 from medflare.methods.families.personalized_aggregation.ifca import CLUSTERS, IFCAServer, IFCASite
-from medflare.methods.fedavg import FedAvgServer, FedAvgSite
+from medflare.methods.fedavg import FedAvgSite
 from medflare.methods.fedavg.site import MODEL
 from medflare.training.epochs import trainable
 from methods import squares
@@ -124,7 +124,7 @@ def test_the_term_of_fedamp_does_not_grow_as_models_come_closer(scale: float) ->
 
 
 def test_fedamp_starts_at_the_anchor() -> None:
-    played = squares.federation(FedAMPSite, FedAMPServer, rounds=2, lam=1e6, sigma=1e9)
+    played = squares.run("fedamp", rounds=2, lam=1e6, sigma=1e9)
     request = played.log[1].outgoing["A"]
     mean = weighted_mean(
         {site: reply.states["model"] for site, reply in played.log[0].replies.items()},
@@ -163,7 +163,7 @@ def test_the_anchor_is_the_gradient_of_the_relationship() -> None:
 def test_fedmtl_by_hand() -> None:
     """The second round: w_k <- w_k - η (∇F_k + 2 λ1 (2/3) (w_k - mean of the others))."""
     task = squares.task(optimizer={"name": "sgd", "lr": LR})
-    played = squares.federation(AnchoredSite, FedMTLServer, task, lam=0.7)
+    played = squares.run("fedmtl", task, lam=0.7)
     first = {site: reply.states["model"] for site, reply in played.log[0].replies.items()}
     algorithm = squares.algorithm(AnchoredSite, "B", task, server_class=FedMTLServer)
     network = algorithm.site.network()
@@ -181,7 +181,7 @@ def test_fedmtl_by_hand() -> None:
 
 
 def test_fedmtl_without_relationship_is_training_alone() -> None:
-    played = squares.federation(AnchoredSite, FedMTLServer, lam=0.0)
+    played = squares.run("fedmtl", lam=0.0)
     assert squares.equal(trained(played, "B"), alone("B", 2))
 
 
@@ -194,7 +194,7 @@ def test_a_stronger_relationship_brings_models_together() -> None:
     task = squares.task(optimizer={"name": "sgd", "lr": LR})
     spreads = []
     for lam in (0.0, 1.0):
-        played = squares.federation(AnchoredSite, FedMTLServer, task, rounds=3, lam=lam)
+        played = squares.run("fedmtl", task, rounds=3, lam=lam)
         spreads.append(spread({site: trained(played, site) for site in "ABC"}, "head.weight"))
     assert spreads[1] < 0.9 * spreads[0]
 
@@ -240,7 +240,7 @@ def test_a_site_that_misses_a_round_still_counts() -> None:
     def misses(step: Step, name: str) -> bool:
         return name == "C" and step.round == 1
 
-    played = squares.federation(AnchoredSite, FedMTLServer, rounds=3, absent=misses)
+    played = squares.run("fedmtl", rounds=3, absent=misses)
     of_c = played.log[0].replies["C"].states["model"]
     of_b = played.log[1].replies["B"].states["model"]
     mean = weighted_mean({"B": of_b, "C": of_c}, {"B": 1.0, "C": 1.0})
@@ -260,7 +260,7 @@ def test_first_order_weights_by_hand() -> None:
 
 def test_fedfomo_moves_to_the_better_models() -> None:
     """The second round starts from the weighted mean by losses that are computed here anew."""
-    played = squares.federation(FedFomoSite, FedFomoServer, rounds=1)
+    played = squares.run("fedfomo", rounds=1)
     validation = played.log[1]
     models = {site: reply.states["model"] for site, reply in played.log[0].replies.items()}
     assert validation.outgoing["A"].states.keys() == {f"personal/{site}" for site in models}
@@ -297,8 +297,8 @@ def test_fedfomo_with_few_validation_patients_is_training_alone(
 
 
 def test_ifca_with_one_cluster_is_fedavg() -> None:
-    played = squares.federation(IFCASite, IFCAServer, clusters=1)
-    fedavg = squares.federation(FedAvgSite, FedAvgServer, weighting="uniform")
+    played = squares.run("ifca", clusters=1)
+    fedavg = squares.run("fedavg", weighting="uniform")
     assert squares.equal(played.server.memory[CLUSTERS.member("0")], fedavg.model)
 
 

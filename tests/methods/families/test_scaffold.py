@@ -14,8 +14,6 @@ from medflare.methods.families.local_terms.scaffold import (
     ScaffoldSite,
     corrected_gradients,
 )
-from medflare.methods.fedavg.server import FedAvgServer
-from medflare.methods.fedavg.site import FedAvgSite
 from methods import squares
 
 LR = 0.05
@@ -62,7 +60,7 @@ def test_correction_by_hand() -> None:
 def test_mean_gradient_along_the_path_is_the_printed_difference_of_weights() -> None:
     """c_k⁺ - c_k = -c + (w_g - y) / (K η_l) under plain gradient descent (Alg. 1, line 12, ii)."""
     task = squares.task(optimizer={"name": "sgd", "lr": LR}, local_epochs=2, batch_size=5)
-    played = squares.federation(ScaffoldSite, ScaffoldServer, task, rounds=3)
+    played = squares.run("scaffold", task, rounds=3)
     steps = 2 * 3  # epochs of 12 images in batches of 5
     for turn in played.log[:3]:
         for name, reply in turn.replies.items():
@@ -74,11 +72,8 @@ def test_mean_gradient_along_the_path_is_the_printed_difference_of_weights() -> 
 
 
 def test_the_first_round_is_fedavg() -> None:
-    scaffold = squares.federation(ScaffoldSite, ScaffoldServer, rounds=1)
-    assert squares.equal(
-        scaffold.model,
-        squares.federation(FedAvgSite, FedAvgServer, rounds=1, weighting="uniform").model,
-    )
+    scaffold = squares.run("scaffold", rounds=1)
+    assert squares.equal(scaffold.model, squares.run("fedavg", rounds=1, weighting="uniform").model)
 
 
 def control_variates(played: Any) -> dict[str, StateDict]:
@@ -103,9 +98,7 @@ def test_c_is_the_mean_of_all_c_k_for_any_participation(weighting: str) -> None:
     counts = {"B": (6, 4, 5), "C": (9, 4, 5)}
     missing = {0: "C", 1: "C", 2: "A"}
     absent = lambda step, name: missing.get(step.round) == name  # noqa: E731
-    played = squares.federation(
-        ScaffoldSite, ScaffoldServer, rounds=4, counts=counts, absent=absent, weighting=weighting
-    )
+    played = squares.run("scaffold", rounds=4, counts=counts, absent=absent, weighting=weighting)
     weights = dict.fromkeys("ABC", 1.0) if weighting == "uniform" else {"A": 12, "B": 6, "C": 9}
     squares.assert_close(played.server.control, weighted_mean(control_variates(played), weights))
     assert any(tensor.any() for tensor in played.server.control.values())
@@ -139,9 +132,7 @@ def test_a_limited_share_holds_for_control_variates_too() -> None:
 
 def test_few_sites_move_c_by_their_share_of_all() -> None:
     """c <- c + |S|/N · mean of the updates (Alg. 1, line 17), N = 3."""
-    played = squares.federation(
-        ScaffoldSite, ScaffoldServer, rounds=1, absent=lambda step, name: name != "A"
-    )
+    played = squares.run("scaffold", rounds=1, absent=lambda step, name: name != "A")
     update = played.log[0].replies["A"].states["control_update"]
     squares.assert_close(
         played.server.control, {name: tensor / 3 for name, tensor in update.items()}

@@ -23,7 +23,6 @@ from medflare.methods.families.second_models.pfedme import (
     PFedMeSite,
 )
 from medflare.methods.fedavg.server import FedAvgServer
-from medflare.methods.fedavg.site import FedAvgSite
 from medflare.methods.parts import heads
 from medflare.networks.features import FeatureNetwork
 from medflare.training.epochs import trainable
@@ -104,7 +103,7 @@ def test_only_the_shared_model_leaves(name: str, target: str) -> None:
 )
 def test_the_global_model_is_fedavgs(site_class: type[Any], hyper: dict[str, Any]) -> None:
     """Bit by bit: the personal model learns from the same batches and gives no gradient to it."""
-    expected = squares.federation(FedAvgSite, FedAvgServer)
+    expected = squares.run("fedavg")
     played = squares.federation(site_class, FedAvgServer, **hyper)
     assert squares.equal(played.model, expected.model)
 
@@ -215,7 +214,7 @@ def test_running_statistics_are_averaged_whatever_beta_is() -> None:
 
 def test_perfedavg_deploys_the_shared_model_after_a_step() -> None:
     task = one_batch()
-    played = squares.federation(PerFedAvgSite, FedAvgServer, task, selection="last")
+    played = squares.run("perfedavg", task, selection="last")
     algorithm = played.algorithms["B"]
     images, targets, _ = batch_of(algorithm, "adapt", round=2)
     slope = slopes(
@@ -303,7 +302,7 @@ def test_fedrod_steps_by_hand() -> None:
 
 
 def test_the_deployed_network_adds_both_heads() -> None:
-    played = squares.federation(FedRoDSite, FedAvgServer)
+    played = squares.run("fedrod")
     algorithm = played.algorithms["A"]
     images = algorithm.site.data.train.images[:2]
     generic = copy_state(played.log[1].replies["A"].states["model"])

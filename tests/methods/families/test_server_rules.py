@@ -18,7 +18,6 @@ from medflare.methods.aggregation import SiteModel
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
 from medflare.methods.families.server_rules import fedlws, fednova, fedopt, rule, validated, weights
-from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 from medflare.methods.method import extended
 from methods import squares
@@ -126,7 +125,7 @@ class TestServerOptimizers:
     def test_fedavgm_without_momentum_is_fedavg(self) -> None:
         server = get_method("fedavgm").server_class
         played = squares.federation(FedAvgSite, server, rounds=1, beta=0.0)
-        fedavg = squares.federation(FedAvgSite, FedAvgServer, rounds=1)
+        fedavg = squares.run("fedavg", rounds=1)
         squares.assert_close(played.model, fedavg.model)
 
 
@@ -179,16 +178,12 @@ class TestFedNova:
         nova = squares.federation(pair.site_class, pair.server_class, task)
         replies = nova.log[0].replies.values()
         assert [reply.meta["steps"] for reply in replies] == [4, 4, 4]
-        method = get_method(partner)
-        plain = squares.federation(method.site_class, method.server_class, task)
+        plain = squares.run(partner, task)
         assert squares.equal(nova.model, plain.model)
 
     def test_steps_with_differential_privacy_are_counted(self) -> None:
-        method = get_method("fednova")
         task = squares.WITHOUT_BATCH_NORM
-        played = squares.federation(
-            method.site_class, method.server_class, task, rounds=1, dp_noise=1.0
-        )
+        played = squares.run("fednova", task, rounds=1, dp_noise=1.0)
         replies = played.log[0].replies.values()
         assert [reply.meta["steps"] for reply in replies] == [2, 2, 2]
 
@@ -269,8 +264,7 @@ class TestIDA:
         assert made.weights == {"A": 0.5, "B": 0.5}
 
     def test_the_far_site_loses_weight(self) -> None:
-        method = get_method("ida")
-        played = squares.federation(method.site_class, method.server_class, rounds=1)
+        played = squares.run("ida", rounds=1)
         replies = {site: reply.states["model"] for site, reply in played.log[0].replies.items()}
         mean = weighted_mean(replies, dict.fromkeys(replies, 1.0))
         trained = played.server.aggregation.trained
@@ -298,9 +292,8 @@ class TestFedAWA:
         assert actual.item() == pytest.approx(expected.item())
 
     def test_no_steps_are_fedavg(self) -> None:
-        method = get_method("fedawa")
-        played = squares.federation(method.site_class, method.server_class, steps=0)
-        squares.assert_close(played.model, squares.federation(FedAvgSite, FedAvgServer).model)
+        played = squares.run("fedawa", steps=0)
+        squares.assert_close(played.model, squares.run("fedavg").model)
 
     def test_the_site_against_the_others_loses_weight_and_it_is_kept(self) -> None:
         made = aggregation("fedawa", steps=20, eta=0.05)
@@ -355,9 +348,8 @@ class TestFedLWS:
         assert state["b.weight"].item() == 1.0
 
     def test_no_strength_is_fedavg(self) -> None:
-        method = get_method("fedlws")
-        played = squares.federation(method.site_class, method.server_class, tau_max=0.0)
-        assert squares.equal(played.model, squares.federation(FedAvgSite, FedAvgServer).model)
+        played = squares.run("fedlws", tau_max=0.0)
+        assert squares.equal(played.model, squares.run("fedavg").model)
 
 
 class TestFedPIDAvg:
@@ -400,11 +392,8 @@ class TestFedPIDAvg:
         assert made.weights == {"A": 0.5, "B": 0.5} and made.record == {}
 
     def test_images_alone_are_fedavg(self) -> None:
-        method = get_method("fets_pid")
-        played = squares.federation(
-            method.site_class, method.server_class, alpha=1.0, beta=0.0, gamma=0.0
-        )
-        assert squares.equal(played.model, squares.federation(FedAvgSite, FedAvgServer).model)
+        played = squares.run("fets_pid", alpha=1.0, beta=0.0, gamma=0.0)
+        assert squares.equal(played.model, squares.run("fedavg").model)
 
 
 class TestFedDGGA:
@@ -449,14 +438,12 @@ class TestFedDGGA:
         assert made.shared(lonely, 1, previous(0.0))["w"].item() == 3.0
 
     def test_no_step_is_fedavg(self) -> None:
-        method = get_method("feddg_ga")
-        played = squares.federation(method.site_class, method.server_class, step=0.0)
-        plain = squares.federation(FedAvgSite, FedAvgServer, weighting="uniform")
+        played = squares.run("feddg_ga", step=0.0)
+        plain = squares.run("fedavg", weighting="uniform")
         squares.assert_close(played.model, plain.model)
 
     def test_the_metric_is_that_of_the_trained_model(self) -> None:
-        method = get_method("feddg_ga")
-        played = squares.federation(method.site_class, method.server_class)
+        played = squares.run("feddg_ga")
         reply = played.log[0].replies["A"]
         algorithm = played.algorithms["A"]
         value = algorithm.validation(algorithm.network("model", reply.states["model"]))
@@ -508,15 +495,14 @@ class TestFedCE:
         assert made.record["A"]["cosines"] == pytest.approx([0.0, 1.0, 0.0])
 
     def test_each_site_gets_the_mean_without_it(self) -> None:
-        method = get_method("fedce")
         absent = lambda step, name: (step.round, name) == (1, "C")  # noqa: E731
-        played = squares.federation(method.site_class, method.server_class, rounds=3, absent=absent)
+        played = squares.run("fedce", rounds=3, absent=absent)
         first, second, third = played.log[:3]
         for message in first.outgoing.values():
             assert "without" not in message.states
         replies = {site: reply.states["model"] for site, reply in first.replies.items()}
         others = {site: replies[site] for site in "BC"}
-        contributions = first_weights(method)
+        contributions = first_weights()
         squares.assert_close(
             second.outgoing["A"].states["without"], weighted_mean(others, contributions)
         )
@@ -526,9 +512,9 @@ class TestFedCE:
         )
 
 
-def first_weights(method: Any) -> dict[str, float]:
+def first_weights() -> dict[str, float]:
     """FedCE's weights after the first round."""
-    played = squares.federation(method.site_class, method.server_class, rounds=1)
+    played = squares.run("fedce", rounds=1)
     weights: dict[str, float] = played.server.aggregation.weights
     return weights
 
@@ -571,7 +557,6 @@ class TestAllRules:
 
         FedNova's is, since all sites take as many steps; so is FedDG-GA's, since no metric falls.
         """
-        method = get_method(name)
         task = squares.CLASSIFICATION_WITH_BATCH_NORM
         options: JsonDict = {
             "rounds": 3,
@@ -579,13 +564,11 @@ class TestAllRules:
         }
 
         def played(store: Any = None) -> StateDict:
-            return squares.federation(
-                method.site_class, method.server_class, task, store=store, **options
-            ).model
+            return squares.run(name, task, store=store, **options).model
 
         model = played()
         assert squares.equal(model, played(tmp_path))
-        fedavg = squares.federation(FedAvgSite, FedAvgServer, task, **options).model
+        fedavg = squares.run("fedavg", task, **options).model
         assert squares.equal(model, fedavg) == (name in ("fednova", "feddg_ga"))
 
     @pytest.mark.parametrize("name", RULES)

@@ -16,9 +16,7 @@ from methods import squares
 
 
 def test_the_global_model_is_the_mean_of_the_sites_models() -> None:
-    log, server, _ = squares.federation(
-        FedAvgSite, FedAvgServer, counts={"A": (6, 4, 5), "C": (18, 4, 5)}
-    )
+    log, server, _ = squares.run("fedavg", counts={"A": (6, 4, 5), "C": (18, 4, 5)})
     assert [turn.step for turn in log] == [
         Step("train", 0),
         Step("train", 1),
@@ -32,7 +30,7 @@ def test_the_global_model_is_the_mean_of_the_sites_models() -> None:
         for message in after.outgoing.values():
             assert squares.equal(message.states["model"], mean)
     assert squares.equal(server.model, mean)
-    uniform = squares.federation(FedAvgSite, FedAvgServer, rounds=1, weighting="uniform")
+    uniform = squares.run("fedavg", rounds=1, weighting="uniform")
     states = {name: reply.states["model"] for name, reply in uniform.log[0].replies.items()}
     assert squares.equal(uniform.model, weighted_mean(states, dict.fromkeys(states, 1.0)))
 
@@ -83,7 +81,7 @@ def test_the_best_or_the_last_round_is_selected(values: list[float | None], best
 
 
 def test_inside_and_outside_use_the_global_model() -> None:
-    _, server, algorithms = squares.federation(FedAvgSite, FedAvgServer, outside=("O",))
+    _, server, algorithms = squares.run("fedavg", outside=("O",))
     for algorithm in (algorithms["A"], squares.algorithm(FedAvgSite, "O")):
         models = algorithm.finalize(server.configure_final(algorithm.site.name))
         assert (
@@ -102,7 +100,7 @@ def head(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def test_frozen_parts_neither_change_nor_travel() -> None:
     task = small_task(**FROZEN)
-    log, server, _ = squares.federation(FedAvgSite, FedAvgServer, task, rounds=3)
+    log, server, _ = squares.run("fedavg", task, rounds=3)
     start = initial_network(task, squares.SEED).state_dict()
     assert [turn.step.phase for turn in log] == ["train_part", "train_part", "train", "validate"]
     for turn in log[:2]:
@@ -123,7 +121,7 @@ def test_frozen_parts_neither_change_nor_travel() -> None:
 def test_a_list_is_frozen_in_every_round() -> None:
     task = small_task(freeze=["body"])
     assert list(task.freeze.parts) == ["body"] and small_task(**task.to_dict()) == task
-    log, server, _ = squares.federation(FedAvgSite, FedAvgServer, task, rounds=3)
+    log, server, _ = squares.run("fedavg", task, rounds=3)
     start = initial_network(task, squares.SEED).state_dict()
     assert [turn.step.phase for turn in log] == [
         "train_part",
@@ -137,10 +135,6 @@ def test_a_list_is_frozen_in_every_round() -> None:
 
 
 def test_the_trainable_part_has_its_own_moments() -> None:
-    kept = (
-        squares.federation(FedAvgSite, FedAvgServer, small_task(**FROZEN), rounds=4)
-        .algorithms["A"]
-        .memory.states
-    )
+    kept = squares.run("fedavg", small_task(**FROZEN), rounds=4).algorithms["A"].memory.states
     assert {"optimizer/model", "optimizer/model/part"} <= set(kept)
     assert len(kept["optimizer/model/part"]) < len(kept["optimizer/model"])

@@ -18,8 +18,6 @@ from medflare.methods.fedavg.site import MODEL, FedAvgSiteHyper
 from medflare.methods.feddag.sha import SHAServer
 from medflare.methods.parts.measured import MEASURED
 from medflare.methods.parts.partial import LocalPart
-from medflare.methods.prr.server import PRRServer
-from medflare.methods.prr.site import PRRSite
 from medflare.tasks.config import TaskConfig
 from methods import squares
 from methods.squares import SITES, equal
@@ -75,7 +73,7 @@ def test_fedbn_is_prr_without_its_three_parts(task: TaskConfig) -> None:
         reset_optimizer=True,
         **common,
     )
-    prr = squares.federation(PRRSite, PRRServer, pfa=False, det=False, cpa="off", **common)
+    prr = squares.run("prr", pfa=False, det=False, cpa="off", **common)
     for name in SITES:
         ours = bn.algorithms[name].finalize(bn.server.configure_final(name))
         theirs = prr.algorithms[name].finalize(prr.server.configure_final(name))
@@ -102,7 +100,7 @@ def test_without_a_local_part_it_is_fedavg() -> None:
         "train",
         "validate",
     ]
-    assert equal(played.model, squares.federation(FedAvgSite, FedAvgServer).model)
+    assert equal(played.model, squares.run("fedavg").model)
 
 
 def test_without_a_shared_part_it_is_refused() -> None:

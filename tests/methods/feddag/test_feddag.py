@@ -14,7 +14,6 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.data.loading import Batch
 from medflare.methods.base import Step
-from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.feddag import site as feddag_site
 from medflare.methods.feddag.formulas import discrepancy
 from medflare.methods.feddag.server import FedDAGServer
@@ -92,7 +91,7 @@ class TestFederation:
         ]
         server.steps = lambda: steps[:2]
         after = squares.play(server, squares.algorithms(feddag_site.FedDAGSite)).model
-        assert squares.equal(after, squares.federation(FedAvgSite, FedAvgServer).model)
+        assert squares.equal(after, squares.run("fedavg").model)
         assert not server.aggregation.history
 
     @pytest.mark.parametrize("sha", [True, False])

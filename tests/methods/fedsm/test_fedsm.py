@@ -49,9 +49,7 @@ PERSONALIZATIONS = squares.one_by_one(personalization=("finetune", "apfl", "perf
 
 
 def federation(**options: Any) -> squares.Played:
-    return squares.federation(
-        FedSMSite, FedSMServer, **{**COMPACT, "selector_updates": 1, **options}
-    )
+    return squares.run("fedsm", **{**COMPACT, "selector_updates": 1, **options})
 
 
 @pytest.mark.parametrize("settings", [*PERSONALIZATIONS, {}], ids=str)
@@ -74,9 +72,7 @@ def test_a_restart_after_every_step_changes_nothing(
 @pytest.mark.parametrize("combine", ["extra", "ensemble"])
 def test_fedsm_extra_trains_its_selector_after_the_rounds(combine: str, tmp_path: Path) -> None:
     settings = {**COMPACT, "combine": combine, "selector_rounds": 2}
-    log, server, _ = squares.federation(
-        FedSMExtraSite, FedSMExtraServer, rounds=1, store=tmp_path, **settings
-    )
+    log, server, _ = squares.run("fedsm_extra", rounds=1, store=tmp_path, **settings)
     assert [turn.step.phase for turn in log] == [
         "train",
         "validate",
@@ -510,8 +506,8 @@ def test_per_fedavg_takes_the_second_batchs_gradient_at_the_adapted_model() -> N
 def test_the_shared_model_learns_at_the_defaults(personalization: str) -> None:
     """Plain steps of 0.001 beside a task with Adam left it where it was, and training loss with it."""
     task = squares.task(local_epochs=4, optimizer={"name": "adam", "lr": 0.005})
-    log, _, algorithms = squares.federation(
-        FedSMSite, FedSMServer, task, rounds=5, personalization=personalization, gamma=0.5
+    log, _, algorithms = squares.run(
+        "fedsm", task, rounds=5, personalization=personalization, gamma=0.5
     )
     algorithm = algorithms["A"]
     start = log[0].outgoing["A"].states
@@ -566,7 +562,7 @@ def test_apfl_keeps_its_moments_from_round_to_round_unless_they_are_reset(reset:
         "selector": "ridge",
         "gamma": 0.5,
     }
-    log, _, algorithms = squares.federation(FedSMSite, FedSMServer, task, rounds=2, **options)
+    log, _, algorithms = squares.run("fedsm", task, rounds=2, **options)
     site = squares.site("A", task)
     v = copied(network_of(site))
     buffer = list(map(torch.zeros_like, v))

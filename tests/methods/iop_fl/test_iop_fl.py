@@ -48,7 +48,7 @@ from methods.squares import (
 
 @pytest.mark.parametrize("tau", [0.0, 0.3, 1.0])
 def test_local_models_are_accumulated(tau: float) -> None:
-    log, _, algorithms = squares.federation(IOPSite, IOPServer, tau=tau)
+    log, _, algorithms = squares.run("iop_fl", tau=tau)
     expected = squares.start()
     for _, _, replies in log[:2]:
         expected = blend(expected, replies["B"].states["model"], tau)
@@ -60,7 +60,7 @@ def test_personal_models_leave_a_site_only_for_outside_sites() -> None:
         "train",
         "validate",
     ]
-    log, server, _ = squares.federation(IOPSite, IOPServer, rounds=1, outside=("O",))
+    log, server, _ = squares.run("iop_fl", rounds=1, outside=("O",))
     assert [step.phase for step, _, _ in log] == ["train", "validate", "submit"]
     for entry in server.configure_final("A").states:
         assert not entry.startswith("expert/")
@@ -83,9 +83,7 @@ PRINTED: dict[str, Any] = {"objective": "paper", "radius": 10}
 
 def trained(task: TaskConfig = SEGMENTATION) -> Message:
     """What an outside site gets after one round."""
-    return squares.federation(
-        IOPSite, IOPServer, task, rounds=1, outside=("O",)
-    ).server.configure_final("O")
+    return squares.run("iop_fl", task, rounds=1, outside=("O",)).server.configure_final("O")
 
 
 def final_models(
