@@ -36,7 +36,7 @@ KINDS = (
 DOUBTS = ("constant_output", "at_chance", "few_validation_images", "rare_class")
 _MOST_OF_SITE = 1000
 # A site may send these; the others are the server's.
-OF_SITES = ("undefined", "reverted", "left_out", *DOUBTS, "warning")
+SENT_BY_SITES = ("undefined", "reverted", "left_out", *DOUBTS, "warning")
 
 
 class EventLog:

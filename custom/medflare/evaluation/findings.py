@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from medflare.core.events import DOUBTS
 from medflare.core.text import Json
 from medflare.evaluation.presentation import (
     format_metric,
@@ -138,7 +139,6 @@ KINDS = tuple(_TEXTS)
 UNUSABLE = ("constant_output", "at_chance", "below_floor")
 # The server knows these; a site cannot compute them.
 OF_TRAINING = ("still_rising", "few_validation_images")
-_OF_EVENTS = ("constant_output", "at_chance", "few_validation_images", "rare_class")
 
 
 class _Note(NamedTuple):
@@ -204,7 +204,7 @@ def _notes(results: Json, history: _Steps, model: str) -> list[_Note]:
         computed = {(note.kind, note.site) for note in notes}
         for event in results["events"]:
             note = _Note(event["kind"], event["site"], event["message"])
-            if note.kind in _OF_EVENTS and (note.kind, note.site) not in computed:
+            if note.kind in DOUBTS and (note.kind, note.site) not in computed:
                 notes.append(note)
     return notes
 

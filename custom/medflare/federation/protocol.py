@@ -20,7 +20,7 @@ from typing_extensions import Required, TypedDict
 
 from medflare.adaptation.labelshift import CLASS_SHARES
 from medflare.core.errors import MessageError
-from medflare.core.events import OF_SITES
+from medflare.core.events import SENT_BY_SITES
 from medflare.core.message import Message
 from medflare.core.phases import Items, Phase, name_difference
 from medflare.core.specs import (
@@ -189,7 +189,7 @@ _Reason = Annotated[str, Field(strict=True, min_length=1, max_length=_LONGEST_RE
 
 class _Event(TypedDict, total=False):
     __pydantic_config__ = _FORBID  # type: ignore[misc]  # where pydantic reads it
-    kind: Required[Literal[OF_SITES]]  # type: ignore[valid-type]  # a tuple of texts
+    kind: Required[Literal[SENT_BY_SITES]]  # type: ignore[valid-type]  # a tuple of texts
     message: Required[_Reason]
     site: str | None
     round: _Count | None

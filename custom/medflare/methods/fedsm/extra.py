@@ -43,10 +43,10 @@ COMBINE = MetaSpec[str](
     "combine", "whether one model answers, or all by their scores", text("extra", "ensemble")
 )
 # One score for the global model and one for every site.
-OF_ALL = SelectorEntries(lambda plan: len(plan.sites) + 1)
-SUPER_MODEL = (MODEL, PERSONALS, OF_ALL.weights)
+SELECTOR_OF_ALL = SelectorEntries(lambda plan: len(plan.sites) + 1)
+SUPER_MODEL = (MODEL, PERSONALS, SELECTOR_OF_ALL.weights)
 # The frozen models come once.
-FROZEN_MODELS = (MODEL.as_optional(), PERSONALS, OF_ALL.trained)
+FROZEN_MODELS = (MODEL.as_optional(), PERSONALS, SELECTOR_OF_ALL.trained)
 FROZEN_META: tuple[MetaSpec, ...] = tuple(item.as_optional() for item in (*COMMON_META, COMBINE))
 
 
@@ -54,7 +54,7 @@ class FedSMExtraSite(SuperModelSite[FedSMExtraSiteHyper]):
     """Trains the global and the personal model, then the selector alone."""
 
     server_hyper = FedSMExtraServerHyper
-    entries = OF_ALL
+    entries = SELECTOR_OF_ALL
     kind = "super_extra"
     dp_unsupported_reason = "the selector's gradient leaves the site without noise"
 
@@ -74,7 +74,7 @@ class FedSMExtraSite(SuperModelSite[FedSMExtraSiteHyper]):
     @phase(
         request=FROZEN_MODELS,
         request_meta=(*FROZEN_META, UPDATE),
-        reply=(OF_ALL.gradient,),
+        reply=(SELECTOR_OF_ALL.gradient,),
         meta=MEASURED,
     )
     def train_selector(self, round: int, incoming: Message) -> Message:
@@ -171,7 +171,7 @@ class FedSMExtraServer(SuperModelServer[FedSMExtraServerHyper]):
         message = Message()
         if site not in self._sites_with_models:
             message = self.configure_final(site)
-        message[OF_ALL.trained] = self.selector
+        message[SELECTOR_OF_ALL.trained] = self.selector
         message[UPDATE] = 0
         return message
 

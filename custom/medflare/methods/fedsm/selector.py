@@ -83,7 +83,7 @@ class SelectorEntries:
         )
 
 
-OF_SITES = SelectorEntries(lambda plan: len(plan.sites))
+SELECTOR = SelectorEntries(lambda plan: len(plan.sites))
 UPDATE = MetaSpec[int]("update", "number of the selector's update within a round", count())
 
 

@@ -41,7 +41,7 @@ from medflare.methods.fedsm.personalization import (
     SHARED_META,
     SoftPull,
 )
-from medflare.methods.fedsm.selector import OF_SITES, RATES, UPDATE, is_ridge, selector_spec, solved
+from medflare.methods.fedsm.selector import RATES, SELECTOR, UPDATE, is_ridge, selector_spec, solved
 from medflare.methods.fedsm.site import CALIBRATION, GAINS, ROUNDS, FedSMSite, SuperModelSite
 from medflare.methods.fedsm.super_model import CHOOSE_BY, CLASSES, GAMMA, SPEC
 
@@ -233,7 +233,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
         """The global model, the site's personal one, and the selector if it is trained."""
         message = super().request_of_model(step, site)
         if not self.ridge:
-            message[OF_SITES.trained] = self.selector
+            message[SELECTOR.trained] = self.selector
         return message
 
     def select_model(self, step: Step, replies: Replies) -> None:
@@ -253,7 +253,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
     @asks(FedSMSite.train_selector)
     def request_of_selector(self, step: Step, site: str) -> Message:
         """The selector alone."""
-        return Message.of({UPDATE: step.part, OF_SITES.trained: self.selector})
+        return Message.of({UPDATE: step.part, SELECTOR.trained: self.selector})
 
     @handles(FedSMSite.selector_features)
     def solve_selector(self, step: Step, replies: Replies) -> None:
@@ -272,7 +272,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
     @asks(FedSMSite.selector_confidence)
     def request_of_confidence(self, step: Step, site: str) -> Message:
         """The finished selector."""
-        return Message.of({OF_SITES.weights: self.final_selector})
+        return Message.of({SELECTOR.weights: self.final_selector})
 
     @handles(FedSMSite.selector_confidence)
     def fit_temperature(self, step: Step, replies: Replies) -> None:

@@ -40,7 +40,7 @@ from medflare.methods.fedsm.formulas import TEMPERATURES, UNLIKELY, calibration_
 from medflare.methods.fedsm.hyper import FedSMServerHyper, FedSMSiteHyper
 from medflare.methods.fedsm.personalization import LOSSES, PERSONALS, F, SitePersonal
 from medflare.methods.fedsm.selector import (
-    OF_SITES,
+    SELECTOR,
     STATISTICS,
     UPDATE,
     SelectorEntries,
@@ -79,7 +79,7 @@ ROUNDS = MetaSpec[dict[str, int | None]](
 )
 # Metadata of both super models, FedSM's and that of `extra`.
 COMMON_META = (CLASSES, SPEC, ROUNDS, SELECTED_ROUND.as_optional())
-SUPER_MODEL = (MODEL, PERSONALS, OF_SITES.weights)
+SUPER_MODEL = (MODEL, PERSONALS, SELECTOR.weights)
 SUPER_MODEL_META = (*COMMON_META, GAMMA, CHOOSE_BY)
 
 
@@ -170,28 +170,28 @@ class FedSMSite(SuperModelSite[FedSMSiteHyper]):
     """
 
     server_hyper = FedSMServerHyper
-    entries = OF_SITES
+    entries = SELECTOR
     kind = "super"
     dp_unsupported_reason = (
         "what the selector learns from (statistics of the images, or a gradient) "
         "leaves the site without noise"
     )
 
-    @extends(request=(OF_SITES.trained,), reply=(OF_SITES.gradient,))
+    @extends(request=(SELECTOR.trained,), reply=(SELECTOR.gradient,))
     def train(self, round: int, incoming: Message) -> Message:
         """Trains the global and the personal model; then a trained selector's gradient."""
         reply = super().train(round, incoming)
         self._measure_selector(incoming, reply)
         if not is_ridge(self.plan):
             gradient, value = self.selector_gradient(round, incoming, self.own_label_loss)
-            reply[OF_SITES.gradient] = gradient
+            reply[SELECTOR.gradient] = gradient
             reply[LOSSES]["selector"] = value
         return reply
 
     @phase(
-        request=(OF_SITES.trained,),
+        request=(SELECTOR.trained,),
         request_meta=(UPDATE,),
-        reply=(OF_SITES.gradient,),
+        reply=(SELECTOR.gradient,),
         meta=MEASURED,
     )
     def train_selector(self, round: int, incoming: Message) -> Message:
@@ -203,7 +203,7 @@ class FedSMSite(SuperModelSite[FedSMSiteHyper]):
         labels = torch.full((len(logits),), self.label, device=logits.device)
         return nn.functional.cross_entropy(logits, labels)
 
-    @extends(request=(OF_SITES.trained,))
+    @extends(request=(SELECTOR.trained,))
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metrics of the incoming models, and the selector's accuracy."""
         reply = super().validate(round, incoming)
@@ -212,8 +212,8 @@ class FedSMSite(SuperModelSite[FedSMSiteHyper]):
 
     def _measure_selector(self, incoming: Message, reply: Message) -> None:
         """Adds the share of validation images that are recognized as the site's."""
-        if len(self.site.data.validation) and OF_SITES.trained in incoming:
-            logits = self.selector_logits(incoming[OF_SITES.trained], "validation")
+        if len(self.site.data.validation) and SELECTOR.trained in incoming:
+            logits = self.selector_logits(incoming[SELECTOR.trained], "validation")
             recognized = logits.argmax(dim=1) == self.label
             reply[VALIDATION]["selector"] = float(recognized.float().mean())
 
@@ -222,12 +222,12 @@ class FedSMSite(SuperModelSite[FedSMSiteHyper]):
         """Mean and mean product of the training images' features, for the ridge selector."""
         return self.reply({STATISTICS: site_statistics(self.site)})
 
-    @phase(request=(OF_SITES.weights,), meta=(*MEASURED, CALIBRATION))
+    @phase(request=(SELECTOR.weights,), meta=(*MEASURED, CALIBRATION))
     def selector_confidence(self, round: int, incoming: Message) -> Message:
         """The selector's loss on validation images at each temperature; [] without images."""
         losses = []
         if len(self.site.data.validation):
-            logits = self.selector_logits(incoming[OF_SITES.weights], "validation")
+            logits = self.selector_logits(incoming[SELECTOR.weights], "validation")
             windows = self.site.task.image_mode == "patch"
             patients = None
             if self.plan.server_hyper.choose_by == "patient" and not windows:

@@ -27,7 +27,7 @@ from medflare.methods import (
 )
 from medflare.methods.fedsm.formulas import GAMMAS, choose_model, paired_gain, patient_scores
 from medflare.methods.fedsm.personalization import PERSONALS
-from medflare.methods.fedsm.selector import COMPACT, OF_SITES, RIDGE, VGG11
+from medflare.methods.fedsm.selector import COMPACT, RIDGE, SELECTOR, VGG11
 from medflare.tasks.metrics import MetricParts, Scores
 from medflare.training.scoring import BatchPrediction
 
@@ -205,13 +205,13 @@ def super_model_parts(
     """
     sites = list(message.get(CLASSES) or ())
     entries = [MODEL, *(PERSONALS.member(site) for site in sites)]
-    needed = [CLASSES, SPEC, *entries, OF_SITES.weights]
+    needed = [CLASSES, SPEC, *entries, SELECTOR.weights]
     missing = [spec.name for spec in needed if spec not in message]
     if missing:
         raise StateError(f"the super model lacks {', '.join(missing)}; fetch the model again")
     if message[SPEC] not in _SELECTORS:
         raise StateError("the super model's selector is none of FedSM's; fetch the model again")
-    selector = network_with(task, message[OF_SITES.weights], message[SPEC], outputs)
+    selector = network_with(task, message[SELECTOR.weights], message[SPEC], outputs)
     networks = [network_with(task, message[entry]) for entry in entries]
     return networks, selector, ["global", *sites]
 

@@ -69,7 +69,7 @@ STATISTICS = TensorSpec(
     per_class="counts",
 )
 # In the server's memory.
-OF_SITES = TensorSpec("ridge", of=lambda plan: plan.sites)
+SUMS_OF_SITES = TensorSpec("ridge", of=lambda plan: plan.sites)
 
 
 def regression_targets(labels: Tensor, task: TaskConfig) -> Tensor:
@@ -129,9 +129,9 @@ class RidgeServer(FedAvgServer[RidgeServerHyper]):
         """The head of the statistics so far; without any, or if A is singular, it stays."""
         self.select_model(step, replies)
         for site, sums in usable(self.context, step, replies, STATISTICS).items():
-            self.memory[OF_SITES.member(site)] = sums
+            self.memory[SUMS_OF_SITES.member(site)] = sums
         total = zero_sums(self.context.task)
-        for site, sums in self.memory.family(OF_SITES).items():
+        for site, sums in self.memory.family(SUMS_OF_SITES).items():
             for name in total:
                 total[name] += sums[name] * self.context.counted.get(site, 1.0)
         if not total["A"].any():
