@@ -17,9 +17,9 @@ from medflare.federation.local import loop
 from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.federation.protocol import PERSONAL_MODEL
-from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE
+from medflare.federation.settings import CROSS_SITE, FINALIZE
 from medflare.methods.base import Step
-from medflare.methods.catalogue import build_deployed, get_method
+from medflare.methods.catalogue import build_deployed
 from medflare.tasks.config import load_task
 from medflare.training.opening import open_site
 from methods import squares
@@ -122,8 +122,8 @@ def finished(
     """
     site = squares.site("A", squares.WITHOUT_BATCH_NORM)
     site.data.test.targets[shown:] = 0
-    participant = Participant("A", lambda role: site, get_method("fedavg"), hyper or {}, **settings)
-    participant.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B"]}))
+    participant = squares.participant(site, "fedavg", hyper or {}, **settings)
+    squares.enrol(participant)
     state = site.network().state_dict()
     participant.answer("train", 0, Message({"model": state}, {"step": 0, "run_rounds": 1}))
     asked = {} if share is None else {"share": share}

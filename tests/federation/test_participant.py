@@ -19,7 +19,7 @@ from medflare.data.local import Bounds, LocalSettings
 from medflare.federation.final_models import ArtifactStore, SiteFolder, with_choice
 from medflare.federation.participant import Participant
 from medflare.federation.protocol import ENROL_REPLY_META, declaration_problem, message_problem
-from medflare.federation.settings import ENROL, FINALIZE
+from medflare.federation.settings import FINALIZE
 from medflare.inference.deployed import KEPT, load_model, plain_message
 from medflare.methods import FeatureNetwork
 from medflare.methods.catalogue import get_method
@@ -28,13 +28,11 @@ from medflare.training.epochs import train_epochs
 from medflare.training.site import Site
 from methods import squares
 
-INVITATION = {"role": "inside", "sites": ["A", "B"]}
-
 
 def enrolled(site: Site, method: str = "fedavg", **settings: Any) -> Participant:
     """A participant that has enrolled with 12 training, 4 validation and 5 test patients."""
-    participant = Participant("A", lambda role: site, get_method(method), {}, **settings)
-    participant.answer(ENROL, 0, Message({}, dict(INVITATION)))
+    participant = squares.participant(site, method, **settings)
+    squares.enrol(participant)
     return participant
 
 
@@ -52,9 +50,7 @@ def test_notes_of_the_data_are_limited_and_left_out_images_are_counted_only() ->
         site.data, left_out={f"{number}.png: damaged": str(number) for number in range(300)}
     )
     site.notes = ["第一季度眼底照片无法读取，" * 40] * 60  # six bytes of JSON for each character
-    reply = Participant("A", lambda role: site, get_method("fedavg"), {}).answer(
-        ENROL, 0, Message({}, dict(INVITATION))
-    )
+    reply = squares.enrol(squares.participant(site))
     assert (
         message_problem(reply, "A") is None and declaration_problem(reply, ENROL_REPLY_META) is None
     )
@@ -73,15 +69,9 @@ def test_notes_of_the_data_are_limited_and_left_out_images_are_counted_only() ->
 )
 def test_metrics_of_few_patients_are_suppressed(minimum: int, validation: bool, test: bool) -> None:
     site = squares.site("A")
-    participant = Participant(
-        "A",
-        lambda role: site,
-        get_method("fedavg"),
-        {},
-        local=LocalSettings(minimum_patients=minimum),
-    )
+    participant = squares.participant(site, local=LocalSettings(minimum_patients=minimum))
     replies = [
-        participant.answer(ENROL, 0, Message({}, dict(INVITATION))),
+        squares.enrol(participant),
         asked(participant, "train"),
         asked(participant, FINALIZE, 1),
     ]
@@ -113,10 +103,10 @@ def test_a_site_whose_role_changes_is_opened_again() -> None:
 
     participant = Participant("A", opened, get_method("fedavg"), {})
     for _ in range(2):
-        participant.answer(ENROL, 0, Message({}, {"role": "outside", "sites": ["B", "C"]}))
+        squares.enrol(participant, "B", "C", role="outside")
     assert roles == ["outside"]
     with pytest.raises(ConfigError, match="beyond"):
-        participant.answer(ENROL, 0, Message({}, dict(INVITATION)))
+        squares.enrol(participant)
 
 
 def test_a_report_that_cannot_be_written_is_a_warning() -> None:
@@ -177,16 +167,16 @@ def test_another_run_does_not_continue_from_a_stored_state(
         return participant.answer("train", number, incoming)
 
     def resume(participant: Participant) -> None:
-        participant.answer(ENROL, 1, Message({}, {**INVITATION, "finished": 1}))
+        squares.enrol(participant, round=1, finished=1)
 
     trained(enrolled(site, "ditto", store=store), 0)
-    other = Participant("A", lambda role: site, get_method(method), hyper, store=store)
+    other = squares.participant(site, method, hyper, store=store)
     refused = f"of a job with other {named};"
     with pytest.raises(StateError, match=refused):
         resume(other)
     with pytest.raises(StateError, match=refused):
         trained(other, 1)
-    same = Participant("A", lambda role: site, get_method("ditto"), {}, store=store)
+    same = squares.participant(site, "ditto", store=store)
     resume(same)
     assert trained(same, 1).states
 
@@ -209,7 +199,7 @@ def worked(clock: Clock, store: MemoryStore, hours: float | None) -> Participant
     """A participant as a separate process makes it; two batches make its round."""
     site = squares.site("A")
     site.abort = clock.batch
-    return Participant("A", lambda role: site, get_method("fedavg"), {}, store=store, hours=hours)
+    return squares.participant(site, store=store, hours=hours)
 
 
 def test_a_site_stops_after_its_hours_but_evaluates_the_final_models(
@@ -217,7 +207,7 @@ def test_a_site_stops_after_its_hours_but_evaluates_the_final_models(
 ) -> None:
     clock = Clock(monkeypatch)
     store = MemoryStore()
-    worked(clock, store, 2.0).answer(ENROL, 0, Message({}, dict(INVITATION)))
+    squares.enrol(worked(clock, store, 2.0))
     done = 0
     with suppress(ConfigError):
         for done in range(20):
@@ -238,10 +228,10 @@ def test_a_new_run_has_separate_hours_and_without_a_limit_none_are_stored(
     clock = Clock(monkeypatch)
     for _ in range(3):
         store = MemoryStore()
-        worked(clock, store, 1.5).answer(ENROL, 0, Message({}, dict(INVITATION)))
+        squares.enrol(worked(clock, store, 1.5))
         asked(worked(clock, store, 1.5), "train")
     store = MemoryStore()
-    worked(clock, store, None).answer(ENROL, 0, Message({}, dict(INVITATION)))
+    squares.enrol(worked(clock, store, None))
     asked(worked(clock, store, None), "train", 0, 10**4)
     assert "work" not in store.names()
 
@@ -312,7 +302,7 @@ def test_a_site_that_does_not_train_cannot_choose_a_personal_model() -> None:
         local=LocalSettings(keep="personal"),
     )
     with pytest.raises(ConfigError, match="personal"):
-        participant.answer(ENROL, 0, Message({}, {"role": "outside", "sites": ["B", "C"]}))
+        squares.enrol(participant, "B", "C", role="outside")
 
 
 # -- how many sites' updates are combined ----------------------------------------------------------
@@ -333,17 +323,16 @@ def test_a_site_that_does_not_train_cannot_choose_a_personal_model() -> None:
     ],
 )
 def test_a_site_whose_update_may_be_used_alone_does_not_train(
-    method: str, hyper: dict[str, Any], combined: dict[str, int], refused: bool
+    method: str, hyper: dict[str, Any], combined: dict[str, Any], refused: bool
 ) -> None:
     site = squares.site("A")
     local = LocalSettings(bounds=Bounds(inside_sites=2))
-    participant = Participant("A", lambda role: site, get_method(method), hyper, local=local)
-    invitation = Message({}, INVITATION | combined)
+    participant = squares.participant(site, method, hyper, local=local)
     if refused:
         with pytest.raises(ConfigError, match=r"updates of 1 inside sites; bounds\.inside_sites"):
-            participant.answer(ENROL, 0, invitation)
+            squares.enrol(participant, **combined)
     else:
-        participant.answer(ENROL, 0, invitation)
+        squares.enrol(participant, **combined)
 
 
 def test_a_rule_of_another_package_may_take_one_sites_model() -> None:
@@ -384,8 +373,8 @@ def test_what_dp_sgd_has_not_protected_does_not_leave_a_private_run() -> None:
     }
     for algorithm, refusal in refusals.items():
         method = replace(get_method("fedavg"), site=algorithm)
-        participant = Participant("A", lambda role: site, method, {"dp_noise": 1.0})
-        participant.answer(ENROL, 0, Message({}, dict(INVITATION)))
+        participant = squares.participant(site, method, {"dp_noise": 1.0})
+        squares.enrol(participant)
         request = Message({"model": model}, {"step": 1, "run_rounds": 1})
         if not refusal:
             assert participant.answer("train", 0, request).states["model"].keys() == model.keys()
@@ -398,9 +387,9 @@ def test_what_dp_sgd_has_not_protected_does_not_leave_a_private_run() -> None:
 def test_an_invitation_that_miscounts_the_inside_sites_is_refused(wrong: dict[str, Any]) -> None:
     site = squares.site("A")
     local = LocalSettings(bounds=Bounds(inside_sites=2))
-    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, local=local)
+    participant = squares.participant(site, local=local)
     with pytest.raises(MessageError, match=next(iter(wrong))):
-        participant.answer(ENROL, 0, Message({}, INVITATION | wrong))
+        squares.enrol(participant, **wrong)
 
 
 @pytest.mark.parametrize(
@@ -419,10 +408,9 @@ def test_a_method_is_within_the_bounds_of_a_site(
 ) -> None:
     site = squares.site("A")
     local = LocalSettings(bounds=Bounds(**bounds))
-    participant = Participant("A", lambda role: site, get_method(method), hyper, local=local)
-    invitation = Message({}, dict(INVITATION))
+    participant = squares.participant(site, method, hyper, local=local)
     if named:
         with pytest.raises(ConfigError, match=named):
-            participant.answer(ENROL, 0, invitation)
+            squares.enrol(participant)
     else:
-        participant.answer(ENROL, 0, invitation)
+        squares.enrol(participant)

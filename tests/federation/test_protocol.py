@@ -29,12 +29,11 @@ from medflare.federation.protocol import (
     non_finite,
     tensor_problem,
 )
-from medflare.federation.settings import ENROL, FINALIZE
+from medflare.federation.settings import FINALIZE
 from medflare.methods.catalogue import get_method, method_names
 from medflare.methods.parts.measured import MEASURED
 from methods import squares
 
-INVITATION = {"role": "inside", "sites": ["A", "B", "C"]}
 TASK = squares.task(network={"name": "unet", "channels": [4, 8], "norm": "batch"})
 
 
@@ -220,14 +219,14 @@ def test_a_wrong_request_has_no_effect_on_the_next_one(name: str) -> None:
     spoil, token = WRONG_REQUESTS[name]
     store = MemoryStore()
     site = participant(store)
-    site.answer(ENROL, 0, Message({}, dict(INVITATION)))
+    squares.enrol(site, *squares.SITES)
     message = training()
     spoil(message)
     with pytest.raises(MessageError, match=token) as caught:
         site.answer("train", 0, message)
     assert "\n" not in str(caught.value)
     fresh = participant()
-    fresh.answer(ENROL, 0, Message({}, dict(INVITATION)))
+    squares.enrol(fresh, *squares.SITES)
     assert squares.equal(
         site.answer("train", 0, training()).states["model"],
         fresh.answer("train", 0, training()).states["model"],
@@ -248,14 +247,14 @@ def test_a_wrong_request_has_no_effect_on_the_next_one(name: str) -> None:
 def test_a_wrong_invitation_raises(meta: dict[str, Any], token: str) -> None:
     site = participant()
     with pytest.raises(MessageError, match=token):
-        site.answer(ENROL, 0, Message({}, {**INVITATION, **meta}))
-    assert site.answer(ENROL, 0, Message({}, dict(INVITATION))).meta["n"] == squares.site("A").n
+        squares.enrol(site, *squares.SITES, **meta)
+    assert squares.enrol(site, *squares.SITES).meta["n"] == squares.site("A").n
 
 
 def test_a_repeated_step_is_answered_again_also_after_a_restart() -> None:
     store = MemoryStore()
     site = participant(store)
-    site.answer(ENROL, 0, Message({}, dict(INVITATION)))
+    squares.enrol(site, *squares.SITES)
     first = site.answer("train", 0, training())
     for member in (site, participant(store)):
         with pytest.raises(MessageError, match="round"):
@@ -286,7 +285,7 @@ def test_training_a_selector_without_its_models_raises() -> None:
     recording = recorded("fedsm_extra")
     place = ("train_selector", ROUNDS, 0)
     late = replayed_participant(recording, FAULTY)
-    late.answer(ENROL, 0, Message({}, dict(INVITATION)))
+    squares.enrol(late, *squares.SITES)
     message = copied(recording.sent[place][FAULTY])
     message.states = {
         entry: state for entry, state in message.states.items() if entry.startswith("selector")

@@ -18,7 +18,7 @@ from medflare.federation.data_record import DataRecord
 from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
 from medflare.federation.protocol import FEDERATION_SHARES
-from medflare.federation.settings import ENROL, FINALIZE
+from medflare.federation.settings import FINALIZE
 from medflare.methods.catalogue import get_method
 from methods import squares
 
@@ -28,17 +28,10 @@ HONEST = [("train", 0), ("train", 1), ("train", 2), ("validate", 3), (FINALIZE, 
 
 def participant(store: MemoryStore | None = None, **settings: Any) -> Participant:
     site = squares.site("A")
-    asked = Participant(
-        "A", lambda role: site, get_method("fedavg"), {}, store=store or MemoryStore(), **settings
-    )
+    asked = squares.participant(site, store=store or MemoryStore(), **settings)
     if store is None:
-        enrol(asked)
+        squares.enrol(asked)
     return asked
-
-
-def enrol(asked: Participant, role: str = "inside", round: int = 0) -> None:
-    sites = ["A", "B"] if role == "inside" else ["B", "C"]
-    asked.answer(ENROL, round, Message({}, {"role": role, "sites": sites}))
 
 
 def ask(
@@ -114,15 +107,15 @@ def test_a_run_has_no_more_rounds_than_it_began_with_and_than_the_site_allows() 
 
 def test_a_site_that_joins_after_the_last_round_gets_its_models() -> None:
     site = squares.site("A")
-    late = Participant("A", lambda role: site, get_method("fedavg"), {})
-    enrol(late, round=ROUNDS)
+    late = squares.participant(site)
+    squares.enrol(late, round=ROUNDS)
     assert ask(late, 4, FINALIZE, ROUNDS).meta["metrics"]["global"]["dice"] is not None
 
 
 def test_an_outside_site_trains_for_nobody() -> None:
     site = squares.site("A")
-    outside = Participant("A", lambda role: site, get_method("fedavg"), {})
-    enrol(outside, "outside")
+    outside = squares.participant(site)
+    squares.enrol(outside, "B", "C", role="outside")
     for phase in ("train", "validate"):
         with pytest.raises(MessageError, match="outside site"):
             ask(outside, 0, phase, 0)
@@ -133,10 +126,10 @@ def test_another_process_of_the_site_knows_what_was_asked_and_a_second_enrolment
     None
 ):
     store = MemoryStore()
-    enrol(participant(store))
+    squares.enrol(participant(store))
     ask(participant(store), 0, "train", 0)
     ask(participant(store), 1, "train", 1)
-    enrol(participant(store))
+    squares.enrol(participant(store))
     with pytest.raises(MessageError, match="no such step now, after 'train' of round 2"):
         ask(participant(store), 0, "train", 0)
 
@@ -146,11 +139,10 @@ def test_a_site_that_has_finished_does_not_begin_the_run_anew() -> None:
     asked = participant()
     for step, (phase, round) in enumerate(HONEST):
         ask(asked, step, phase, round)
-    invitation = Message({}, {"role": "inside", "sites": ["A", "B"]})
-    for finished in ({}, {"finished": len(HONEST) - 2}):
+    for finished in (0, len(HONEST) - 2):
         with pytest.raises(MessageError, match="has finished this run"):
-            asked.answer(ENROL, 0, Message({}, invitation.meta | finished))
-    asked.answer(ENROL, 0, Message({}, invitation.meta | {"finished": len(HONEST) - 1}))
+            squares.enrol(asked, finished=finished)
+    squares.enrol(asked, finished=len(HONEST) - 1)
 
 
 def test_evaluations_of_a_study_are_counted_over_all_jobs(tmp_path: Any) -> None:
@@ -189,8 +181,8 @@ def test_a_mean_that_validation_images_choose_is_counted(tmp_path: Path) -> None
     (tmp_path / "datalist.json").write_text("{}")
     record = DataRecord(tmp_path / "record", tmp_path, "job", 9)
     site = squares.site("A", squares.CLASSIFICATION)
-    asked = Participant("A", lambda role: site, get_method("fedfomo"), {}, record=lambda: record)
-    enrol(asked)
+    asked = squares.participant(site, "fedfomo", record=lambda: record)
+    squares.enrol(asked)
     models: dict[str, dict[str, torch.Tensor]] = {}
     for number, name in enumerate("AB"):
         for entry, tensor in site.network().state_dict().items():
@@ -235,8 +227,8 @@ def test_scores_of_many_models_are_as_many_metrics(tmp_path: Path, most: int) ->
     sites = ["A", "B", "C"]
     site = squares.site("A", squares.CLASSIFICATION)
     sha = get_method("sha")
-    asked = Participant("A", lambda role: site, sha, {}, record=lambda: record)
-    asked.answer(ENROL, 0, Message({}, {"role": "inside", "sites": sites}))
+    asked = squares.participant(site, sha, record=lambda: record)
+    squares.enrol(asked, *sites)
     model = site.network().state_dict()
     candidates = {f"candidate/{name}": model for name in sites}
     request = Message(candidates, {"step": 1, "run_rounds": 9})
@@ -325,8 +317,8 @@ def invited_outside(
     method: str, record: DataRecord, inside: list[str], **hyper: Any
 ) -> Participant:
     site = squares.site("A")
-    asked = Participant("A", lambda role: site, get_method(method), hyper, record=lambda: record)
-    asked.answer(ENROL, 0, Message({}, {"role": "outside", "sites": inside}))
+    asked = squares.participant(site, method, hyper, record=lambda: record)
+    squares.enrol(asked, *inside, role="outside")
     return asked
 
 
@@ -361,8 +353,8 @@ def test_a_final_request_is_not_asked_again_with_other_metadata() -> None:
             states[name] = {
                 key: torch.zeros(shape, dtype=kind) for key, (shape, kind) in shapes.items()
             }
-    asked = Participant("A", lambda role: site, fedsm, {})
-    asked.answer(ENROL, 0, Message({}, {"role": "outside", "sites": ["B", "C"]}))
+    asked = squares.participant(site, fedsm)
+    squares.enrol(asked, "B", "C", role="outside")
 
     def finalize(gamma: float) -> Message:
         meta = {
@@ -382,7 +374,7 @@ def test_a_site_does_not_enrol_anew_with_another_start_after_a_step() -> None:
     """The same final request would else evaluate another model, as the repetition of the first."""
     asked = participant()
     ask(asked, 0, "train", 0)
-    enrol(asked)
+    squares.enrol(asked)
     for change in ({"sites": ["A", "C"]}, {"role": "outside", "sites": ["B", "C"]}):
         with pytest.raises(MessageError, match="another start; start a new job"):
-            asked.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B"], **change}))
+            squares.enrol(asked, **change)

@@ -18,7 +18,7 @@ from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.federation.protocol import FINAL_REPLY_META, declaration_problem
 from medflare.federation.run import Run
-from medflare.federation.settings import ENROL, run_settings
+from medflare.federation.settings import run_settings
 from medflare.federation.suppression import Suppression, has_small_class, small_classes
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import Step
@@ -66,7 +66,7 @@ def test_a_prototype_of_few_patients_is_suppressed(kind: str) -> None:
     participants = []
     for minimum in (0, 3):
         local = LocalSettings(minimum_patients=minimum)
-        participants.append(Participant("A", lambda role: site, method, {}, local=local))
+        participants.append(squares.participant(site, method, local=local))
     server = squares.server(
         method.server_class,
         task,
@@ -75,7 +75,7 @@ def test_a_prototype_of_few_patients_is_suppressed(kind: str) -> None:
     )
     replies = []
     for participant in participants:
-        participant.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B", "C"]}))
+        squares.enrol(participant, "A", "B", "C")
         replies.append(
             participant.answer(
                 "train", 0, with_step_number(server.configure(Step("train", 0), "A"), 0, 1)

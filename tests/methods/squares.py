@@ -16,8 +16,11 @@ from helpers.small_tasks import small_task
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.core.store import StateStore
+from medflare.core.text import Json
 from medflare.data.loading import SiteData, Split
+from medflare.federation.participant import Participant
 from medflare.federation.protocol import message_problem, request_problem
+from medflare.federation.settings import ENROL
 from medflare.federation.update_validation.drift import DriftMemory
 from medflare.federation.update_validation.updates import validate_replies
 from medflare.methods.base import Plan, ServerAlgorithm, ServerContext, SiteAlgorithm, Step
@@ -187,6 +190,26 @@ def server(
         plan = replace(plan, server_hyper=one.plan.server_hyper)
     known = {name: enrolled(algorithm.site) for name, algorithm in algorithms.items()}
     return cls(ServerContext(plan, SEED, rounds, outside, phases=one.phases, site_counts=known))
+
+
+# -- a site of a federation ------------------------------------------------------------------------
+
+
+def participant(
+    site: Site, method: str | Method = "fedavg", hyper: Json | None = None, **settings: Any
+) -> Participant:
+    """A site with the settings of its kit."""
+    if isinstance(method, str):
+        method = get_method(method)
+    return Participant(site.name, lambda role: site, method, hyper or {}, **settings)
+
+
+def enrol(
+    asked: Participant, *sites: str, role: str = "inside", round: int = 0, **items: Any
+) -> Message:
+    """The reply to an invitation, by default with site B."""
+    invitation = {"role": role, "sites": list(sites or ("A", "B")), **items}
+    return asked.answer(ENROL, round, Message({}, invitation))
 
 
 # -- the schedule ----------------------------------------------------------------------------------------------------------

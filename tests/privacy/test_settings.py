@@ -214,13 +214,8 @@ class TestAccount:
             run: str = "state",
         ) -> Message:
             site = squares.site("A", task)
-            participant = Participant(
-                "A",
-                lambda role: site,
-                method,
-                PRIVATE,
-                store=StateStore(tmp_path / run),
-                budget=budget,
+            participant = squares.participant(
+                site, method, PRIVATE, store=StateStore(tmp_path / run), budget=budget
             )
             if phase == "enrol":
                 meta = {

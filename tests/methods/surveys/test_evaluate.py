@@ -11,7 +11,6 @@ from medflare import run_local
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.message import Message
 from medflare.evaluation.results import validate_results
-from medflare.federation.participant import Participant
 from medflare.inference.deployed import plain_message
 from medflare.methods.catalogue import get_method
 from medflare.methods.surveys.evaluate import EvaluateSite
@@ -79,9 +78,7 @@ def test_a_site_builds_kinds_of_medflare_that_fit_its_task() -> None:
 def test_a_site_with_a_privacy_budget_evaluates(name: str, tmp_path: Path) -> None:
     """No training image shows in the reply; what trains, or describes training images, needs DP-SGD there."""
     site = squares.site("A")
-    participant = Participant(
-        "A", lambda role: site, get_method(name), {}, budget=Budget(1.0, 1e-5, tmp_path, "A")
-    )
+    participant = squares.participant(site, name, budget=Budget(1.0, 1e-5, tmp_path, "A"))
     invitation = Message({}, {"role": "inside", "sites": ["A"]})
     if name == "evaluate":
         assert participant.answer("enrol", 0, invitation).meta["n"] == site.n
