@@ -33,8 +33,14 @@ def fedavg() -> StateDict:
 @pytest.mark.parametrize(
     ("name", "hyper"),
     [
+        # The personal model learns from the same batches and gives no gradient to it.
+        ("apfl", {}),
         ("ditto", {}),
+        ("fedrod", {}),
+        ("fml", {"beta": 1.0}),
+        ("fedlws", {"tau_max": 0.0}),
         ("fedprox", {"mu": 0.0}),
+        ("fets_pid", {"alpha": 1.0, "beta": 0.0, "gamma": 0.0}),
         ("fedsm", {"selector": "compact_selector", "selector_updates": 1}),
         ("iop_fl", {}),
         ("moon", {"mu": 0.0}),

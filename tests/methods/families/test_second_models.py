@@ -96,18 +96,6 @@ def test_only_the_shared_model_leaves(name: str, target: str) -> None:
             assert tensor.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("site_class", "hyper"),
-    [(APFLSite, {}), (FMLSite, {"beta": 1.0}), (FedRoDSite, {})],
-    ids=["apfl", "fml", "fedrod"],
-)
-def test_the_global_model_is_fedavgs(site_class: type[Any], hyper: dict[str, Any]) -> None:
-    """Bit by bit: the personal model learns from the same batches and gives no gradient to it."""
-    expected = squares.run("fedavg")
-    played = squares.federation(site_class, FedAvgServer, **hyper)
-    assert squares.equal(played.model, expected.model)
-
-
 @pytest.mark.parametrize("name", SITES)
 def test_a_site_that_never_trained_uses_the_global_model(name: str) -> None:
     algorithm = squares.algorithm(SITES[name][0], "O", server_class=SITES[name][1])

@@ -123,8 +123,7 @@ class TestServerOptimizers:
         assert state["w"].item() == 1.0 and state["head"].item() == pytest.approx(1.9)
 
     def test_fedavgm_without_momentum_is_fedavg(self) -> None:
-        server = get_method("fedavgm").server_class
-        played = squares.federation(FedAvgSite, server, rounds=1, beta=0.0)
+        played = squares.run("fedavgm", rounds=1, beta=0.0)
         fedavg = squares.run("fedavg", rounds=1)
         squares.assert_close(played.model, fedavg.model)
 
@@ -347,10 +346,6 @@ class TestFedLWS:
         assert state["a.weight"].item() == state["a.bias"].item() == pytest.approx(1 / 1.01)
         assert state["b.weight"].item() == 1.0
 
-    def test_no_strength_is_fedavg(self) -> None:
-        played = squares.run("fedlws", tau_max=0.0)
-        assert squares.equal(played.model, squares.run("fedavg").model)
-
 
 class TestFedPIDAvg:
     def test_by_hand(self) -> None:
@@ -390,10 +385,6 @@ class TestFedPIDAvg:
         made = aggregation("fets_pid")
         made.shared(models([1.0], [1.0], loss=[loss, loss]), 0, previous(0.0))
         assert made.weights == {"A": 0.5, "B": 0.5} and made.record == {}
-
-    def test_images_alone_are_fedavg(self) -> None:
-        played = squares.run("fets_pid", alpha=1.0, beta=0.0, gamma=0.0)
-        assert squares.equal(played.model, squares.run("fedavg").model)
 
 
 class TestFedDGGA:
