@@ -50,8 +50,7 @@ from medflare.data.datalist import (
 )
 from medflare.data.local import CacheSettings, ImageBounds
 from medflare.data.progress import with_progress
-from medflare.data.reading import EXTENSIONS as READERS
-from medflare.data.reading import Image, channel_files, read_image, read_mask, suffix
+from medflare.data.reading import READERS, Image, channel_files, read_image, read_mask, suffix
 from medflare.data.targets import (
     LazyTensors,
     annotation_of,
@@ -63,7 +62,7 @@ from medflare.data.targets import (
     with_empty_masks,
 )
 from medflare.data.transforms import Preprocessing
-from medflare.tasks.allowed_transforms import EXTENSIONS as TRANSFORMS
+from medflare.tasks.allowed_transforms import TRANSFORMS
 from medflare.tasks.config import TaskConfig, draws_images
 from medflare.tasks.metrics import Images, Spacing
 

@@ -32,7 +32,7 @@ PICTURES = (".png", *JPEG, ".bmp", ".tif", ".tiff", ".gif", ".webp", ".ppm", ".p
 NIFTI = (".nii", ".nii.gz")
 DICOM = (".dcm", ".dicom", ".ima")
 _BUILTIN = frozenset(ending[1:] for ending in (*PICTURES, *NIFTI, *DICOM))
-EXTENSIONS = Extensions("reader", "readers", lambda: _BUILTIN, check_callable)
+READERS = Extensions("reader", "readers", lambda: _BUILTIN, check_callable)
 # Pillow's modes, I;16 too, that are read without conversion; every other becomes RGB.
 GREY = ("1", "L", "I", "F")
 LUMA = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
@@ -103,7 +103,7 @@ def suffix(path: PurePath) -> str:
 
 def image_suffixes() -> tuple[str, ...]:
     """The suffixes of all image files but DICOM's, those of extensions too."""
-    return (*PICTURES, *NIFTI, *(f".{name}" for name in EXTENSIONS.names()))
+    return (*PICTURES, *NIFTI, *(f".{name}" for name in READERS.names()))
 
 
 def stem(path: PurePath) -> str:
@@ -202,7 +202,7 @@ def read_stored(path: Path, bounds: ImageBounds = ImageBounds(), *, mask: bool =
         DataError: it is missing, unreadable, too large, of an unknown format or no image.
         ConfigError: its reader is an extension that cannot be used.
     """
-    reader = EXTENSIONS.foreign(suffix(path).removeprefix("."))
+    reader = READERS.foreign(suffix(path).removeprefix("."))
     with explained(path):
         if reader is not None and path.is_file():
             stored = reader(path)

@@ -19,8 +19,8 @@ from medflare.core.errors import ConfigError, one_line
 from medflare.core.settings import refuse_arguments
 from medflare.core.text import format_shape
 from medflare.tasks.allowed_transforms import (
-    EXTENSIONS,
     SIZING,
+    TRANSFORMS,
     smooth_augmentations,
     spatial_augmentations,
 )
@@ -244,7 +244,7 @@ def _transform_class(setting: str, name: str) -> Any:
     """The array form for `intensity`, the dictionary form for `augment`."""
     from monai import transforms
 
-    extension = EXTENSIONS.foreign(name)
+    extension = TRANSFORMS.foreign(name)
     if extension is None:
         return getattr(transforms, name + "d" * (setting == "augment"))
     use = "augment" if issubclass(extension, transforms.Randomizable) else "intensity"

@@ -48,7 +48,7 @@ def is_usual(settings: Json) -> bool:
 
     ConfigError for an extension that cannot be used.
     """
-    EXTENSIONS.foreign(settings["name"])
+    TRANSFORMS.foreign(settings["name"])
     return settings["name"] in frozenset.union(*_USUAL.values()) and not SIZING & settings.keys()
 
 
@@ -112,7 +112,7 @@ def _check_class(candidate: Any) -> None:
         raise TypeError("set spatial = True if it moves pixels, and masks with them, else False")
 
 
-EXTENSIONS = Extensions("transform", "transforms", _names, _check_class)
+TRANSFORMS = Extensions("transform", "transforms", _names, _check_class)
 
 
 def check_transforms(intensity: Json, augment: Sequence[Json], location: str) -> None:
@@ -130,10 +130,10 @@ def _check_transform(setting: str, transform: Json, location: str) -> None:
         raise ConfigError(
             f"{location}: {setting} {name}: keys follow from the task; leave them out"
         )
-    if name in _USUAL[setting] or name in EXTENSIONS.names():
+    if name in _USUAL[setting] or name in TRANSFORMS.names():
         return
     names = intensity_transforms()
     if setting == "augment":
         names = (*spatial_augmentations(), *photometric_augmentations())
     if name not in names:
-        raise unknown("transform", name, {*names, *EXTENSIONS.names()}, f"{location}: {setting}")
+        raise unknown("transform", name, {*names, *TRANSFORMS.names()}, f"{location}: {setting}")
