@@ -74,7 +74,7 @@ def assign_patients(
         warning = "patients are the file names without left and right; if they are not, "
     choice = f"{patient_option(items, folder.root)} or --patient-column"
     if column:
-        choice = f"--patient-column {shlex.quote(column)} (if it names patients), {choice}"
+        choice += f" {shlex.quote(column)} (if it names patients)"
     return assigned, f"{warning}give {choice}"
 
 

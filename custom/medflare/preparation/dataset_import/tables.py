@@ -99,11 +99,11 @@ def read_tables(tables: Sequence[ImageTable], options: ImportOptions = DEFAULTS)
         of_patient = _columns_of_a_patients_images(table, used)
         notes += _unused_columns(table, used, of_patient, options.redraw)
         notes += _missing_words(table, used)
+        patient_column = patient_column or _patient_column(table, used)
         notes += _without_wrong_ages(table, used)
         if used["label"] and not (options.kind or columns.label):
             _refuse_masks_beside(table, used["label"])
         folder_column = folder_column or _folder_column(table, used)
-        patient_column = patient_column or _patient_column(table, used)
         notes += prefixed(path.name, map(_tells_apart, of_patient))
         used["split"] = [] if options.redraw else used["split"]
         rows, incomplete = _read_rows(table, used, of_patient)
@@ -232,7 +232,7 @@ def _patient_column(table: ImageTable, used: UsedColumns) -> str:
     rows = len(table.frame)
     counts = {}
     for name, cells in table.frame.items():
-        measured = cells.str.fullmatch(r"\d+[.,]\d+").any()
+        measured = cells.str.fullmatch(r"\d+[.,]\d+").any() or cells.str.fullmatch(r"-?\d").all()
         if name not in taken and not measured and _SPLIT_OR_FOLD.isdisjoint(words(name)):
             counts[name] = cells.nunique()
     likely = [name for name, count in counts.items() if max(3, rows / 10) < count < rows]
