@@ -216,7 +216,7 @@ def test_names_that_several_columns_compose_are_to_be_written(
     table(tmp_path / "metadata.csv", header, *lines)
     text = error_of(tmp_path, **options)
     assert "metadata.csv names no image of the folder, as '000' in column patient" in text
-    assert "write the names of images in a column image, as patch_000_x_0.png" in text
+    assert "write the names of images in a column image, as p/patch_000_x_0.png" in text
     assert "unnamed" not in text
 
 
@@ -902,19 +902,51 @@ def test_a_table_of_patients_is_joined_by_a_table_of_images(tmp_path: Path) -> N
         assert (entry["patient"], entry["age"], entry["label"]) == ("P5", 45, 1)
 
 
-@pytest.mark.parametrize("tag", ["AccessionNumber", "StudyInstanceUID"])
-def test_a_list_of_studies_labels_a_dicom_export(tag: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stored", "written"), [("00{n}", "{n}"), ("p{n}", "P{n}"), ("0{n}", "0{n}")]
+)
+@pytest.mark.parametrize("image", ["{n}/1.png {n}/2.png", "x{n}l.png x{n}r.png"])
+def test_a_patient_may_be_written_in_another_way(
+    stored: str, written: str, image: str, tmp_path: Path
+) -> None:
+    """Excel stores 001 as 1; files may be called 1.png in each folder."""
+    images = []
+    for number in NUMBERS:
+        for name in image.format(n=stored.format(n=number)).split():
+            picture(tmp_path / name, 60 + number)
+            images.append((name, stored.format(n=number)))
+    if "/" not in image:
+        table(tmp_path / "images.csv", ("image", "patient"), *images)
+    rows = [(written.format(n=n), 40 + n, "ab"[n % 2]) for n in NUMBERS]
+    table(tmp_path / "patients.csv", ("patient", "age", "diagnosis"), *rows)
+    imported(tmp_path)
+    listed = entries(tmp_path)
+    expected = {name: (n // 2 % 2, 40 + n // 2) for n, (name, _) in enumerate(images)}
+    assert {name: (entry["label"], entry["age"]) for name, entry in listed.items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("tag", "stored", "written"),
+    [
+        ("AccessionNumber", "00{n}", "{n}"),
+        ("AccessionNumber", "a{n}", "A{n}"),
+        ("StudyInstanceUID", "1.2.840.99.{n}", "1.2.840.99.{n}"),
+    ],
+)
+def test_a_list_of_studies_labels_a_dicom_export(
+    tag: str, stored: str, written: str, tmp_path: Path
+) -> None:
     """As a PACS exports radiographs, in folders named by UIDs; both views of a study have its label."""
     rows = []
     for number in NUMBERS:
-        study = f"1.2.840.99.{1000 + number}"
+        study = stored.format(n=1000 + number)
         for view in (1, 2):
             folder = tmp_path / f"1.3.{number}" / f"1.3.{number}.{view}"
             folder.parent.mkdir(exist_ok=True)
             dicom_series(folder, 1)
             tags = {tag: study, "PatientID": f"M{number // 2}", "Modality": "DX"}
             change(folder, [0], ("ImagePositionPatient",), SeriesInstanceUID=folder.name, **tags)
-        rows.append((study, "no report", ("healthy", "ill")[number % 2]))
+        rows.append((written.format(n=1000 + number), "no report", ("healthy", "ill")[number % 2]))
     table(tmp_path / "list.csv", (tag, "Report", "Diagnosis"), *rows)
     imported(tmp_path)
     listed = entries(tmp_path)

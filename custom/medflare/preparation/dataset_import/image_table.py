@@ -15,7 +15,13 @@ from medflare.core.errors import DataError
 from medflare.data.reading import NIFTI, stem, suffix
 from medflare.preparation.dataset_import.folders import NEARLY_ALL, ImageFolder
 from medflare.preparation.dataset_import.frames import SAMPLED_ROWS, UnrelatedTableError, read_frame
-from medflare.preparation.dataset_import.names import PATIENT, composed, first_split, parse_name
+from medflare.preparation.dataset_import.names import (
+    PATIENT,
+    composed,
+    first_split,
+    parse_name,
+    patient_key,
+)
 
 _DAY_FIRST = re.compile(r"(?P<day>\d{1,2})[./](?P<month>\d{1,2})[./](?P<year>\d{4})")
 _YEAR_FIRST = re.compile(r"(?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)")  # a time may follow
@@ -66,6 +72,9 @@ class ImageTable:
                 with_letter = _LETTER_AND_NUMBER.fullmatch(name)
                 if with_letter:
                     self._by_patient[with_letter[1]].append(image)
+        self._spellings: defaultdict[str, list[str]] = defaultdict(list)  # of patients
+        for name in self._by_patient:
+            self._spellings[patient_key(name)].append(name)
 
     @cached_property
     def frame(self) -> pd.DataFrame:
@@ -105,9 +114,14 @@ class ImageTable:
             return True
         return False
 
+    def _as_stored(self, name: str) -> str:
+        """A patient's or study's name as files have it, if they have it in one other way."""
+        spellings = self._spellings.get(patient_key(name), [])
+        return spellings[0] if name not in spellings and len(spellings) == 1 else name
+
     def _of_patient(self, cell: str) -> list[Path]:
         """The images of a patient, or below a folder, whose path may begin as elsewhere."""
-        path = cell.replace("\\", "/").strip("/")
+        path = self._as_stored(cell.replace("\\", "/").strip("/"))
         inner = path.removeprefix(f"{self.folder.root.resolve().name}/")
         images = self._by_patient.get(path) or self._by_patient.get(inner, [])
         while not images and "/" in inner:
@@ -118,15 +132,16 @@ class ImageTable:
             images = [image for image, name in below if name.startswith(f"{inner}/")]
         return images
 
-    def images(self, cell: str, location: str) -> Sequence[Path]:
+    def images(self, cell: str, location: str, *, of_patient: bool = False) -> Sequence[Path]:
         """The image that a cell names, otherwise those of a patient: of DICOM's PatientID, or in
-        folders of this name. DataError for several volumes that may be of different kinds.
+        folders of this name; with `of_patient` the reverse. DataError for several volumes that may
+        be of different kinds.
         """
-        named = self._without_masks(self._named(cell))
-        self._refuse_several(named, cell, location)
-        if named:
-            return named
         images = self._without_masks(self._of_patient(cell))
+        named = self._without_masks(self._named(cell))
+        if named and not (of_patient and images):
+            self._refuse_several(named, cell, location)
+            return named
         kinds = {re.split("[_-]", stem(image))[-1] for image in images}  # T1w of sub-1_ses-2_T1w
         are_series = any(not image.is_file() for image in images)
         are_volumes = any(suffix(image) in NIFTI for image in images)
@@ -166,7 +181,7 @@ class ImageTable:
 
     def is_patient(self, cell: str) -> bool:
         """Whether a cell names the images of a patient, and no image and no study."""
-        if cell in self._studies or self._named(cell):
+        if self._as_stored(cell) in self._studies or self._named(cell):
             return False
         return bool(self.of_patient(cell))
 

@@ -151,6 +151,16 @@ def _without(name: str, affixes: Iterable[str], number: str = "") -> str:
     return re.sub(affix, "", name, count=1, flags=re.IGNORECASE)
 
 
+def patient_key(name: str) -> str:
+    """What is the same in the ways to write a patient: Excel stores 007 as 7, people p1 as P1.
+
+    Examples:
+        >>> patient_key("007"), patient_key("P1")
+        ('7', 'p1')
+    """
+    return (name.lstrip("0") or "0") if name.isdecimal() else name.casefold()
+
+
 def refuse_variants(names: Iterable[str], location: str) -> None:
     """Raise DataError for two names of one class, as "1" and "1.00", or "Mild" and "mild"."""
     written: dict[object, str] = {}

@@ -9,7 +9,14 @@ from pathlib import Path
 
 from medflare.core.errors import ConfigError, DataError
 from medflare.preparation.dataset_import.folders import ImageFolder, Item
-from medflare.preparation.dataset_import.names import PATIENT, SPLIT_WORDS, WORDS, composed, words
+from medflare.preparation.dataset_import.names import (
+    PATIENT,
+    SPLIT_WORDS,
+    WORDS,
+    composed,
+    patient_key,
+    words,
+)
 
 _SUBJECT = re.compile(r"(?:^|/)(sub-[A-Za-z0-9]+)")  # of BIDS
 # The end of the name of a photograph.
@@ -83,8 +90,7 @@ def _refuse_spellings(items: Iterable[Item]) -> None:
     written: dict[str, str] = {}
     for item in items:
         patient = item.patient
-        key = (patient.lstrip("0") or "0") if patient.isdecimal() else patient.casefold()
-        other = written.setdefault(key, patient)
+        other = written.setdefault(patient_key(patient), patient)
         if other != patient:
             raise DataError(
                 f"patients {other} and {patient} are one name, written in two ways; write it in one"

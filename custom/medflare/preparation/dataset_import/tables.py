@@ -192,7 +192,7 @@ def _read_rows(
             if listed:
                 cell[name] = row[listed[0]]
         label = _label_of_row(row, used, table, location)
-        images = table.images(cell["image"], location)
+        images = table.images(cell["image"], location, of_patient=used["patient"] == used["image"])
         if not images and not of_files:
             images = table.beginning_with(cell["image"])
         for column in of_patient:
@@ -581,7 +581,10 @@ def check_table(table: ImageTable, columns: Columns, kind: str) -> None:
         if table.named_by(frame[names[0]].str.rpartition("_")[0]):
             remedy = "write a row for each image, and a column for each finding"
         elif names == named_columns(frame):
-            remedy = f"write the names of images in a column image, as {folder.images[0].name}"
+            first = folder.images[0]
+            remedy = f"write the names of images in a column image, as {folder.relative(first)}"
+            if first in folder.patients:
+                remedy += f", or the PatientID in a column patient, as {folder.patients[first]}"
         raise kind_of_error(
             f"{folder.relative(table.path)} names no image of the folder, as "
             f"{first_text(frame[names[0]])!r} in column {names[0]}; {remedy}"
