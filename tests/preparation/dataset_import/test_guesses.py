@@ -1080,24 +1080,26 @@ def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
 # -- folders and columns that mean two things ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("outer", ["", unicodedata.normalize("NFD", "Übung/2014")])
 @pytest.mark.parametrize("names", [("AMD", "DME", "NORMAL"), ("Covid_", "Normal_")])
 def test_numbered_folders_of_several_classes_may_be_patients(
-    names: tuple[str, ...], tmp_path: Path
+    names: tuple[str, ...], outer: str, tmp_path: Path
 ) -> None:
     """As Srinivasan's OCT volumes, whose folders AMD1, AMD2, ... are of patients."""
     for name in names:
         for number in range(3):
             for image in range(4):
-                picture(tmp_path / "raw" / f"{name}{number}" / f"{image}.png", 9 * image + number)
+                file = tmp_path / "raw" / outer / f"{name}{number}" / "8bit" / f"{image}.png"
+                picture(file, 9 * image + number)
     text = error_of(tmp_path / "raw")
     classes = [name.strip("_") for name in names]
     assert f"patients of the classes {', '.join(classes)}? if so, move them" in text
     (option,) = re.findall("--patient '([^']+)'", text)
-    for folder in [*(tmp_path / "raw").iterdir()]:
+    for folder in [*(tmp_path / "raw" / outer).iterdir()]:
         (inner,) = [name for name in classes if folder.name.startswith(name)]
-        (tmp_path / "moved" / inner).mkdir(parents=True, exist_ok=True)
-        shutil.move(folder, tmp_path / "moved" / inner / folder.name)
-    report = imported(tmp_path / "moved", kind="classification", patient=option)
+        (folder.parent / inner).mkdir(exist_ok=True)
+        shutil.move(folder, folder.parent / inner / folder.name)
+    report = imported(tmp_path / "raw", kind="classification", patient=option)
     assert [*report.dataset.labels.values()] == classes
     assert len({item.patient for item in report.sites[""]}) == 3 * len(names)
 
@@ -1171,7 +1173,8 @@ def test_an_unused_column_that_may_name_the_patients_is_named(tmp_path: Path) ->
     report = imported(tmp_path, columns=Columns(patient="the key"), force=True)
     assert len({item.patient for item in report.sites[""]}) == 8 and not report.warnings
     wrong = ["60-70", *range(50, 60), *range(47, 60)]
-    more = [("sex", "mmf" * 8), ("n", range(24)), ("age", wrong), ("phototype", "012345" * 4)]
+    numbers = [*map(str, range(24))]
+    more = [("sex", "mmf" * 8), ("n", numbers), ("age", wrong), ("phototype", "012345" * 4)]
     rows(tmp_path, ("label", "aaabbb" * 4), *more)
     assert imported(tmp_path, force=True).warnings[0].endswith(" or --patient-column")
 

@@ -31,6 +31,7 @@ from medflare.preparation.dataset_import.names import (
     PATIENT,
     SPLIT_OF_WORD,
     WORDS,
+    composed,
     is_a_class,
     numbered,
     refuse_variants,
@@ -110,7 +111,7 @@ def class_folders(
         in_classes = [image for image, folders in below.items() if folders]
         _refuse_masks(folder, in_classes[: 2 * SAMPLE_SIZE])
         _refuse_masks_of_classes(folder, names, below)
-        _refuse_other_groups(folder, names, len(in_classes))
+        _refuse_other_groups(folder, names, in_classes)
     return _classes_at(0, folder, below, names, "a folder per class")
 
 
@@ -432,12 +433,12 @@ def _are_named_after(
     return True
 
 
-def _refuse_other_groups(folder: ImageFolder, names: Sequence[str], images: int) -> None:
+def _refuse_other_groups(folder: ImageFolder, names: Sequence[str], images: Sequence[Path]) -> None:
     """Raise DataError if the folders seem to be patients, years, parts of an export or eyes."""
-    most = min(MAX_CLASSES, max(4, images / _IMAGES_OF_CLASS))
-    if len(names) > most or len(names) == images:
+    most = min(MAX_CLASSES, max(4, len(images) / _IMAGES_OF_CLASS))
+    if len(names) > most or len(names) == len(images):
         raise DataError(
-            f"{folder.root}: {len(names)} folders ({names[0]}, ...) for {images} images are "
+            f"{folder.root}: {len(names)} folders ({names[0]}, ...) for {len(images)} images are "
             "many classes; if they are classes and no patients, give --kind classification"
         )
     numbered_of = defaultdict(list)  # class without its number -> folders
@@ -445,10 +446,13 @@ def _refuse_other_groups(folder: ImageFolder, names: Sequence[str], images: int)
         numbered_of[re.sub(r"[\d_. -]*\d[\d_. -]*$", "", name)].append(name)
     if len(numbered_of) > 1 and min(map(len, numbered_of.values())) > 1:
         classes = sorted_labels(numbered_of)
+        parts = composed(folder.relative(images[0])).split("/")
+        above = "[^/]+/" * (1 + min(parts.index(name) for name in names if name in parts))
         raise DataError(
             f"{folder.root}: are {_first_of(names)} patients of the classes "
             f"{', '.join(classes)}? if so, move them into folders of these names, and give "
-            "--patient '^[^/]+/([^/]+)/'; if each is a class, give --kind classification"
+            f"--patient '^{above}([^/]+)/'; if they are parts of these classes, move what is in "
+            "them into such folders; if each is a class, give --kind classification"
         )
     stems = {re.sub(r"[\d_.-]+", " ", name).lower() for name in names}
     numbers = [int(number) for name in names for number in re.findall(r"\d+", name)]
