@@ -1041,7 +1041,22 @@ def test_versions_in_folders_of_patients_are_asked_about(tmp_path: Path) -> None
     for number in range(4):
         for version in ("orig", "pre"):
             picture(tmp_path / f"{number}" / version / "flair.png", 60 + number)
-    assert "if they are patients, keep one of the folders in each" in error_of(tmp_path)
+    problem = "if orig, pre are versions of one picture, leave one out with --leave-out orig"
+    assert problem in error_of(tmp_path)
+
+
+def test_classes_in_folders_of_a_few_patients(tmp_path: Path) -> None:
+    """As of IDC; before, one of the classes was to be taken out."""
+    for number in range(24):
+        picture(tmp_path / f"IDC/1025{number % 6}/{number % 2}/{number}.png", 60 + number)
+        picture(tmp_path / f"IDC/1025{number % 6}/{1 - number % 2}/{number}b.png", 90 + number)
+    text = error_of(tmp_path)
+    assert "if they are patients and 0, 1 the classes" in text
+    (option,) = re.findall("--kind classification --patient '([^']+)'", text)
+    items = imported(tmp_path, kind="classification", patient=option).sites[""]
+    for item in items:
+        patient, label, _ = item.first.relative_to(tmp_path / "IDC").parts
+        assert (item.patient, item.label) == (patient, int(label))
 
 
 def test_one_class_is_refused(tmp_path: Path) -> None:

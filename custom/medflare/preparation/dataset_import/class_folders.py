@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, permutations
@@ -146,26 +147,39 @@ def _by_inner_folders(
         return None
     else:
         layout = f"a folder per class in each of {_first_of(outer)}"
-        remedy = (
-            "if only the folders in them are classes, give --kind classification; if "
-            f"{outer[0]}, ... are classes, move the images in each out of its folders"
-        )
-        if all(map(str.isdecimal, outer)) or all(map(_may_be_patient, outer)):
-            remedy = f"if they are patients, keep one of the folders in each; {remedy}"
+        inside = _first_of(shared)
+        remedy = "if they are splits, rename them train, val or test"
         if patients_in_each:
-            remedy = (
-                "if they are patients, keep one of the folders in each; otherwise give --kind "
-                "classification"
+            remedy += "; if they are patients, give a table with their classes; otherwise give"
+        else:
+            if all(map(str.isdecimal, outer)) or all(map(_may_be_patient, outer)):
+                option = _patient_option(folder, next(filter(below.get, below)), outer)
+                remedy += (
+                    f"; if they are patients and {inside} the classes, give --kind classification "
+                    f"{option}; if {inside} are versions of one picture, leave one out with "
+                    f"--leave-out {shlex.quote(shared[0])}"
+                )
+            remedy += (
+                f"; if {outer[0]}, ... are classes, move the images in each out of its folders; "
+                "if only the folders in them are classes, give"
             )
         problem = (
-            f"each of {_first_of(outer)} holds the folders {', '.join(shared[:3])}; if {outer[0]}, "
-            "... are sites, give --site-folders; if they are splits, rename them train, val or "
-            f"test; {remedy}"
+            f"each of {_first_of(outer)} holds the folders {inside}; if {outer[0]}, ... are "
+            f"sites, give --site-folders; {remedy} --kind classification"
         )
     if not confirmed:
         raise DataError(f"{folder.root}: {problem}")
     refuse_variants(names, f"{folder.root}: the class folders")
     return _classes_at(1, folder, below, names, layout, of_patients=of_patients)
+
+
+def _patient_option(
+    folder: ImageFolder, image: Path, names: Collection[str], below: int = 0
+) -> str:
+    """The option whose patients are the folders of these names, or so many levels below."""
+    parts = composed(folder.relative(image)).split("/")
+    level = min(parts.index(name) for name in names if name in parts) + below
+    return f"--patient '^{'[^/]+/' * level}([^/]+)/'"
 
 
 def _may_be_patient(folder: str) -> bool:
@@ -446,12 +460,11 @@ def _refuse_other_groups(folder: ImageFolder, names: Sequence[str], images: Sequ
         numbered_of[re.sub(r"[\d_. -]*\d[\d_. -]*$", "", name)].append(name)
     if len(numbered_of) > 1 and min(map(len, numbered_of.values())) > 1:
         classes = sorted_labels(numbered_of)
-        parts = composed(folder.relative(images[0])).split("/")
-        above = "[^/]+/" * (1 + min(parts.index(name) for name in names if name in parts))
+        option = _patient_option(folder, images[0], names, below=1)
         raise DataError(
             f"{folder.root}: are {_first_of(names)} patients of the classes "
             f"{', '.join(classes)}? if so, move them into folders of these names, and give "
-            f"--patient '^{above}([^/]+)/'; if they are parts of these classes, move what is in "
+            f"{option}; if they are parts of these classes, move what is in "
             "them into such folders; if each is a class, give --kind classification"
         )
     stems = {re.sub(r"[\d_.-]+", " ", name).lower() for name in names}
