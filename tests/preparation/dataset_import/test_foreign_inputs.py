@@ -759,6 +759,22 @@ def test_a_data_set_that_is_divided_in_two_ways_is_refused(suffix: str, tmp_path
     assert len(imported(tmp_path, leave_out=("randomly",)).dataset.items) == 10
 
 
+@pytest.mark.parametrize(("copy", "number"), [("A (2)", 3), ("New folder", 1), ("Copy of nv", 5)])
+def test_the_copy_and_no_class_is_to_be_left_out(copy: str, number: int, tmp_path: Path) -> None:
+    for count in NUMBERS:
+        pixels = np.random.default_rng(count).integers(0, 255, (16, 16), np.uint8)
+        file = tmp_path / ("mel", "nv")[count % 2] / f"{count}.png"
+        file.parent.mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(file)
+    (tmp_path / copy).mkdir()
+    for file in sorted((tmp_path / "nv").iterdir())[:number]:
+        shutil.copy(file, tmp_path / copy)
+    assert error_of(tmp_path).endswith(
+        f"hold the same {number} pictures; leave one folder out, as with --leave-out '{copy}'"
+    )
+    assert len(imported(tmp_path, leave_out=(copy,)).dataset.items) == 10
+
+
 @pytest.mark.parametrize(
     ("home", "copy"), [("kaggle_3m", "lgg-mri-segmentation/kaggle_3m"), ("", "Z"), ("", "A")]
 )

@@ -57,6 +57,7 @@ from medflare.preparation.dataset_import.tables import (
 )
 
 _VERSIONS = frozenset(WORDS["version"])
+_COPIES = frozenset(WORDS["copy"])
 
 
 def find_dataset(
@@ -336,13 +337,18 @@ def _refuse_copies(folder: ImageFolder) -> None:
         listed = [both for both in files if _is_picture(tops[0], both[0])]
         if not listed or not all(filecmp.cmp(*both, shallow=False) for both in listed):
             continue
-        fewest = min(sum(_is_picture(top, image) for image in folder.images) for top in tops)
-        if len(listed) >= fewest and count_values(listed[0][0]) > MAX_CLASSES:
-            outer, inner = sorted(tops, key=lambda top: len(top.parts))
+        likely = []  # copies, the less likely first
+        for top in tops:
+            pictures = sum(_is_picture(top, image) for image in folder.images)
+            called_so = not _COPIES.isdisjoint(words(top.name))
+            likely.append((-pictures, called_so, len(top.parts), top))
+        *_, original = min(likely)
+        fewest, *_, inner = max(likely)
+        if len(listed) >= -fewest and count_values(listed[0][0]) > MAX_CLASSES:
             copy = folder.relative(inner)
             raise DataError(
-                f"{outer} and {copy} hold the same {len(listed)} pictures; leave one folder out, "
-                f"as with --leave-out {shlex.quote(copy)}"
+                f"{original} and {copy} hold the same {len(listed)} pictures; leave one folder "
+                f"out, as with --leave-out {shlex.quote(copy)}"
             )
 
 
