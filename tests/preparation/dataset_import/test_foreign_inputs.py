@@ -1632,3 +1632,12 @@ def test_a_site_may_have_a_folder_of_one_class_that_others_have(tmp_path: Path) 
     assert "A: no image of mel" in report.dataset.notes
     alone = imported(tmp_path / "A", classes=("mel", "nv"), force=True)
     assert {item.label for item in alone.sites[""]} == {1}
+
+
+@pytest.mark.parametrize("name", ["\N{SLIGHTLY SMILING FACE}", "!!", "++"])
+def test_a_name_without_a_letter_is_no_mask(name: str, tmp_path: Path) -> None:
+    for number in NUMBERS:
+        picture(tmp_path / "ab"[number % 2] / f"{number}.png", 60 + number)
+    picture(tmp_path / "b" / f"{name}.png")
+    imported(tmp_path)
+    assert entries(tmp_path)[f"b/{name}.png"]["label"] == 1 and len(entries(tmp_path)) == 11

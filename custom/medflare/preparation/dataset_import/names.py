@@ -137,7 +137,7 @@ def parse_name(path: Path) -> FileName:
     name = stem(Path(stem(path)))  # a.jpg.png is of a.jpg
     mask = mask or not _MASK.isdisjoint(_ENTITY.findall(name))
     name = _ENTITY.sub("", name)
-    if {*words(name)} <= MASK_WORDS:  # the mask of the images of its folder
+    if words(name) and {*words(name)} <= MASK_WORDS:  # the mask of the images of its folder
         return FileName(tuple(folders), "", True, split)
     without_mask = _without(name, _MASK, r"(?:[ _.-]?\d{1,2})?")  # masks may be numbered
     short = _without(without_mask, IMAGE_WORDS).lower()
