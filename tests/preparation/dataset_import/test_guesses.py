@@ -148,7 +148,7 @@ def test_one_class_is_not_written_in_two_ways(pair: tuple[str, str], tmp_path: P
     assert all(repr(name) in error_of(tmp_path / "sites", site_folders=True) for name in pair)
 
 
-@pytest.mark.parametrize("word", sorted(STR_NA_VALUES - {""}))
+@pytest.mark.parametrize("word", sorted(STR_NA_VALUES - {"", "#N/A"}))
 def test_words_for_missing_values_are_names(word: str, tmp_path: Path) -> None:
     names = ["Mild", word, "Severe"] * 8
     hospitals = [word] * 12 + ["UKE"] * 12
@@ -162,6 +162,15 @@ def test_words_for_missing_values_are_names(word: str, tmp_path: Path) -> None:
         f"{word} in column label" in report.render()
         and f"{word} in column hospital" in report.render()
     )
+
+
+@pytest.mark.parametrize("error", ["#N/A", "#REF!", "#DIV/0!", "#NAME?", "#WERT!"])
+@pytest.mark.parametrize("column", ["label", "patient"])
+def test_errors_of_excel_are_no_names(column: str, error: str, tmp_path: Path) -> None:
+    columns = {"label": ["a", "b"] * 6, "patient": [f"p{n}" for n in range(12)]}
+    columns[column][7] = error
+    rows(tmp_path, *columns.items())
+    assert f"t.csv line 9: {error} in column {column} is an error" in error_of(tmp_path)
 
 
 def test_findings_that_are_not_known_are_missing(tmp_path: Path) -> None:

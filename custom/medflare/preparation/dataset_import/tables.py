@@ -53,6 +53,7 @@ from medflare.preparation.dataset_import.names import (
 from medflare.preparation.dataset_import.options import DEFAULTS, Columns, ImportOptions
 
 _DATE = re.compile(r"\d{4}-\d\d-\d\d 00:00:00")  # of a cell of Excel
+_EXCEL_ERROR = re.compile(r"#(N/A|NV|[A-ZÀ-Ü/0]+[!?])")  # as #REF! and #BEZUG!
 _MASK_COLUMNS: list[str] = WORDS["column"]["mask"]  # usual names
 _SPLIT_OR_FOLD = SPLIT_WORDS | {"fold", "folds"}
 _MAX_LEVELS = 8  # more numbers with decimals are a measurement, and no classes
@@ -414,7 +415,7 @@ def _structure_of(columns: Sequence[str]) -> str:
 
 def _missing_words(table: ImageTable, used: UsedColumns) -> list[str]:
     """A line for each column of names with words such as NA, which may mean a missing value;
-    DataError for such a word among numbers of classes.
+    DataError for such a word among numbers of classes, and for an error of Excel.
     """
     lines = []
     columns = [*used["patient"], *used["site"]]
@@ -422,6 +423,12 @@ def _missing_words(table: ImageTable, used: UsedColumns) -> list[str]:
         columns = [*used["label"], *columns]
     for column in columns:
         cells = table.frame[column]
+        for line, text in cells.items():
+            if _EXCEL_ERROR.fullmatch(text):
+                raise DataError(
+                    f"{table.path} line {line}: {text} in column {column} is an error of Excel; "
+                    "correct the cell, or empty it if the value is missing"
+                )
         found = sorted({text for text in cells if text.lower() in _MISSING})
         others = [text for text in cells if text and text not in found]
         if found and column in used["label"] and others and None not in map(number_of, others):
