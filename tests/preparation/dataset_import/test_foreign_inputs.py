@@ -1232,6 +1232,8 @@ def test_photographs_that_are_turned_without_their_masks_are_noted(tmp_path: Pat
             "column rle has lists of numbers, as run lengths of masks",
         ),
         (("image", "label"), "x{n}.png,0.{n}7", "measurements cannot be predicted (regression)"),
+        (("image", "label"), "x{n}.png,{n}7%", "measurements cannot be predicted (regression)"),
+        (("image", ""), "x{n}.png,a", "give --label-column, one of image, unnamed 2"),
         (
             ("image", "label"),
             "x{n}.png,{nan}",

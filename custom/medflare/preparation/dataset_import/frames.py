@@ -220,8 +220,8 @@ def _rows_alike(lines: Sequence[str], separator: str) -> tuple[int, int]:
 
 
 def named_columns(frame: pd.DataFrame) -> list[str]:
-    """The columns with a name, which the index that pandas writes lacks."""
-    return [name for name in frame if not name.startswith(_UNNAMED)]
+    """The columns without the first one, if it has no name, as the index that pandas writes."""
+    return [name for name in frame if name != f"{_UNNAMED}1"]
 
 
 def first_text(cells: "pd.Series[str]") -> str:

@@ -623,7 +623,7 @@ def _encode_labels(
                 f"{location}: class {name} is a date, as Excel makes of 3-4; format the column as "
                 "text, and write these cells again"
             )
-        numbers = list(map(number_of, names))
+        numbers = [number_of(name.removesuffix("%")) for name in names]
         rarely_twice = 2 * len(names) > len(column)
         has_decimals = any(number % 1 for number in filter(None, numbers))
         measured = None not in numbers and (has_decimals or rarely_twice)
