@@ -1622,11 +1622,18 @@ def test_a_folder_of_one_class_is_named(folder: str, tmp_path: Path) -> None:
     assert "of the class" not in error_of(tmp_path)
 
 
-def test_a_site_may_have_a_folder_of_one_class_that_others_have(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "problem"),
+    [("{n}.png", "images without masks or classes"), ("p{n}/a.png", "are many classes")],
+)
+def test_a_site_may_have_a_folder_of_one_class_that_others_have(
+    file: str, problem: str, tmp_path: Path
+) -> None:
     for site, names in (("A", ["nv"]), ("B", ["mel", "nv"]), ("C", ["bcc"])):
         for number in range(12):
-            picture(tmp_path / site / names[number % len(names)] / f"{number}.png", 60 + number)
-    assert "C: 12 images without masks or classes" in error_of(tmp_path, site_folders=True)
+            inner = file.format(n=number)
+            picture(tmp_path / site / names[number % len(names)] / inner, 60 + number)
+    assert problem in error_of(tmp_path, site_folders=True)
     (tmp_path / "C/bcc").rename(tmp_path / "C/mel")
     report = imported(tmp_path, site_folders=True)
     labels = {site: {item.label for item in items} for site, items in report.sites.items()}

@@ -383,15 +383,16 @@ def test_masks_in_a_folder_of_any_name_are_no_class(
     assert dataset.kind == "segmentation" and len(dataset.items) == 12
 
 
-def test_numbered_masks_of_several_values_are_no_class(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["_{n}", "_cell_{n}", " ({n})"])
+def test_numbered_masks_of_several_values_are_no_class(end: str, tmp_path: Path) -> None:
     """As of SegPC: x/106.bmp with a file for each cell, y/106_1.bmp and y/106_2.bmp."""
     for number in range(106, 114):
         picture(tmp_path / "x" / f"{number}.png", value=number, channels=3)
         for cell in range(1, 4):
-            mask(tmp_path / "y" / f"{number}_{cell}.png", (20, 40))
+            mask(tmp_path / "y" / f"{number}{end.format(n=cell)}.png", (20, 40))
     assert "rename y masks, and x images" in error_of(tmp_path)
     for file in (tmp_path / "y").iterdir():
-        file.rename(file.with_stem(file.stem.replace("_", "8")))
+        file.rename(file.with_stem("x" + re.sub(r"\W|_", "8", file.stem)))
     assert len(imported(tmp_path).dataset.items) == 32
 
 

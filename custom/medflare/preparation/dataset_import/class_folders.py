@@ -48,7 +48,6 @@ LAYOUTS = (
 _IMAGES_OF_CLASS = 2.5  # folders with fewer, in the mean, are probably patients
 _MOST_GRADES = 7  # folders called 0, 1, ...; more may be patients (BI-RADS has 0 to 6)
 _PATIENT_WORDS = {*WORDS["column"]["patient"]}
-_NUMBER = re.compile(r"[ _.-]\d{1,2}$")  # of one of an image's masks
 # Words before the numbers of classes.
 _GRADES = {*WORDS["label_column_end"], *WORDS["numbered_class"]}
 
@@ -60,11 +59,11 @@ def class_folders(
     confirmed: bool,
     classes_of_sites: Collection[str] = (),
 ) -> Dataset:
-    """Images whose class is the name of a folder below the folder that all share.
+    """Images whose class is the name of a folder below the folder that all share, or one of
+    `classes_of_sites` that they share.
 
-    Folders of splits do not count. DataError for fewer than two classes, unless the only one is of
-    `classes_of_sites`; if they are not `confirmed` by --kind classification, also for what may be
-    patients, sites or versions.
+    Folders of splits do not count. DataError for other images of fewer than two classes; unless
+    they are `confirmed` by --kind classification, also for what may be patients, sites or versions.
     """
     common = common_folder(images)
     inner = defaultdict(set)  # class -> folders in it
@@ -78,15 +77,12 @@ def class_folders(
             inner[classes[0]].update(classes[1:2])
             deeper[classes[0]].update(classes[1:])
     names = sorted_labels(inner)
+    above = [*folders_below(folder.root, common / "image"), *Path(shared_by_all).parts]
+    of_sites = [name for name in classes_of_sites if name in above]
+    if of_sites and not {*names} & {*classes_of_sites}:
+        return _of_one_class(folder, images, of_sites[0], confirmed=confirmed)
     if len(names) < 2:
-        loose = [image for image, folders in below.items() if not folders]
-        if names and loose:
-            raise DataError(
-                f"{folder.root}: {folder.relative(loose[0])} is beside the folder {names[0]}; "
-                f"give this folder, or leave the file out with --leave-out {loose[0].name}"
-            )
-        above = [*folders_below(folder.root, common / "image"), *Path(shared_by_all).parts]
-        return _of_one_class(folder, images, above, classes_of_sites, confirmed=confirmed)
+        raise _without_classes(folder, below, names, above, confirmed=confirmed)
     dataset = _by_inner_folders(folder, below, inner, confirmed=confirmed)
     if dataset is not None:
         return dataset
@@ -230,35 +226,44 @@ def _classes_at(
 
 
 def _of_one_class(
-    folder: ImageFolder,
-    images: Sequence[Path],
-    above: Sequence[str],
-    classes_of_sites: Collection[str],
-    *,
-    confirmed: bool,
+    folder: ImageFolder, images: Sequence[Path], name: str, *, confirmed: bool
 ) -> Dataset:
-    """Images whose class is the last of the folders `above` all, if it is one of the sites'."""
-    if not above or above[-1] not in classes_of_sites:
-        raise _without_classes(folder, images, above, confirmed=confirmed)
     if not confirmed:
         _refuse_companions(folder, images)
         _refuse_masks(folder, images[: 2 * SAMPLE_SIZE])
-    below = dict.fromkeys(images, above[-1:])
-    return _classes_at(0, folder, below, above[-1:], "a folder per class")
+    below = dict.fromkeys(images, (name,))
+    return _classes_at(0, folder, below, [name], "a folder per class")
 
 
 def _without_classes(
-    folder: ImageFolder, images: Sequence[Path], above: Sequence[str], *, confirmed: bool
+    folder: ImageFolder,
+    below: Mapping[Path, Sequence[str]],
+    names: Sequence[str],
+    above: Sequence[str],
+    *,
+    confirmed: bool,
 ) -> DataError:
-    """Why images have no classes; `above`: the folders of all."""
-    companions = {} if confirmed else _companions(images)
+    """Why images have no classes.
+
+    Args:
+        below: image -> its folders.
+        names: the first of these.
+        above: the folders of all images.
+    """
+    loose = [image for image, folders in below.items() if not folders]
+    if names and loose:
+        return DataError(
+            f"{folder.root}: {folder.relative(loose[0])} is beside the folder {names[0]}; "
+            f"give this folder, or leave the file out with --leave-out {loose[0].name}"
+        )
+    companions = {} if confirmed else _companions(below)
     if companions:
         first = folder.relative(next(iter(companions.values())))
         return DataError(
             f"{folder.root}: images have companions {' and '.join(companions)}, as {first} has; if "
             "one is the mask, call it NAME_mask and take the others out; otherwise take them out"
         )
-    problem = f"{len(images)} images without masks or classes; supported: {LAYOUTS}"
+    problem = f"{len(below)} images without masks or classes; supported: {LAYOUTS}"
     no_class = {*IMAGE_WORDS, *WORDS["other"]}
     for name in above[-1:]:
         if not (PATIENT.search(name) or no_class.issuperset(words(name))):
@@ -410,8 +415,8 @@ def _refuse_patients(
 def _refuse_masks_of_classes(
     folder: ImageFolder, names: Sequence[str], below: Mapping[Path, Sequence[str]]
 ) -> None:
-    """Raise DataError if the folders of two classes hold pictures of the same names, but for the
-    numbers of masks, and those of one of them have few values; `below`: image -> its folders.
+    """Raise DataError if the folders of two classes hold pictures of the same names, or those of
+    one of them with words behind, and these have few values; `below`: image -> its folders.
     """
     pictures: dict[str, dict[tuple[str, ...], Path]] = {name: {} for name in names}
     for image, folders in below.items():
@@ -440,9 +445,10 @@ def _refuse_masks_of_classes(
 def _are_named_after(
     masks: Collection[tuple[str, ...]], images: Collection[tuple[str, ...]]
 ) -> bool:
-    """Whether masks have the names of images, which a number may follow, as 106_1 and 106."""
+    """Whether masks have the names of images, which other words may follow, as 106_1 and 106."""
     for *folders, name in masks:
-        if (*folders, name) not in images and (*folders, _NUMBER.sub("", name)) not in images:
+        ends = [len(name), *(match.start() for match in re.finditer("[ _.-]", name))]
+        if not any((*folders, name[:end]) in images for end in ends):
             return False
     return True
 
