@@ -73,7 +73,7 @@ class ImageTable:
                 if with_letter:
                     self._by_patient[with_letter[1]].append(image)
         self._spellings: defaultdict[str, list[str]] = defaultdict(list)  # of patients
-        for name in self._by_patient:
+        for name in self._by_patient.keys() | self._by_beginning.keys():
             self._spellings[patient_key(name)].append(name)
 
     @cached_property
@@ -205,7 +205,8 @@ class ImageTable:
 
     def beginning_with(self, cell: str) -> Sequence[Path]:
         """The images whose file names begin with a cell that is no word, as P7_left.png with P7."""
-        return self._without_masks(self._by_beginning.get(composed(cell), []))
+        beginning = self._as_stored(composed(cell))
+        return self._without_masks(self._by_beginning.get(beginning, []))
 
     def described(self, cell: str) -> list[Path]:
         """All images that a cell may name, of a patient or by their names."""
