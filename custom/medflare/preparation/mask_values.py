@@ -27,8 +27,8 @@ class UnclearValuesError(DataError):
 def mask_values(files: Sequence[Path], *, named: bool) -> tuple[int, list[int]]:
     """The value of the background, and the other values of masks, sorted.
 
-    UnclearValuesError for values of noise, or of a border as in Pascal VOC, unless the user has
-    `named` all.
+    UnclearValuesError for values of noise, of a border as in Pascal VOC, or below 0, unless the
+    user has `named` all.
 
     The background is 0, or the value of all corners of all masks, as in REFUGE, where it is 255 and
     0 is the cup.
@@ -70,10 +70,16 @@ def mask_values(files: Sequence[Path], *, named: bool) -> tuple[int, list[int]]:
     if len(corners) == 1 and len(values) > 1:
         background = corners.pop()
     values.discard(background)
-    if not named and min(values, default=0) < _LOW < _HIGH < max(values, default=0):
-        listed = ", ".join(map(str, sorted(values)))
+    lowest = min(values, default=0)
+    listed = ", ".join(map(str, sorted(values)))
+    if not named and lowest < 0:
         raise UnclearValuesError(
-            f"{file_of[min(values)]}: masks hold values near 0 and near 255 ({listed}); store 0 "
+            f"{file_of[lowest]}: masks hold a value below 0 ({listed}); if it marks what is not "
+            "annotated, store 0 there, otherwise name a structure for each value with --labels"
+        )
+    if not named and lowest < _LOW < _HIGH < max(values, default=0):
+        raise UnclearValuesError(
+            f"{file_of[lowest]}: masks hold values near 0 and near 255 ({listed}); store 0 "
             "for noise and for a border that does not count, and one value for each structure, or "
             "name a structure for each value with --labels"
         )

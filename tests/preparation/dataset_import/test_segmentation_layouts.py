@@ -318,6 +318,22 @@ def test_noise_and_borders_are_no_structures(
     assert summarise(tmp_path, TaskHints(labels=names)).settings["labels"][1:] == [*names]
 
 
+def test_a_value_below_0_is_asked_about(tmp_path: Path) -> None:
+    for number in NUMBERS:
+        values = np.zeros((8, 8, 4), np.int16)
+        write(tmp_path / f"p{number}.nii.gz", values + 100)
+        values[2:4, 2:6] = 1
+        values[5, 5] = -number // 5
+        write(tmp_path / f"p{number}_seg.nii.gz", values)
+    imported(tmp_path)
+    with pytest.raises(
+        DataError, match=r"p[1-9]_seg.nii.gz: .* below 0 \(-2, -1, 1\); if it marks"
+    ):
+        summarise(tmp_path, TaskHints())
+    labels = summarise(tmp_path, TaskHints(labels=("a", "b", "c"))).settings["labels"]
+    assert labels == ["background", "a", "b", "c"]
+
+
 def test_masks_stored_as_gif(tmp_path: Path) -> None:
     file = mask(tmp_path / "a.gif", (255,))
     assert np.unique(read_stored(file, mask=True).array).tolist() == [0, 255]
