@@ -334,6 +334,21 @@ def test_a_value_below_0_is_asked_about(tmp_path: Path) -> None:
     assert labels == ["background", "a", "b", "c"]
 
 
+def test_sites_of_volumes_and_of_pictures_are_named(tmp_path: Path) -> None:
+    for number in NUMBERS:
+        for site in "AB":
+            (tmp_path / site).mkdir(exist_ok=True)
+            values = np.full((8, 8, 4), number, np.int16)
+            write(tmp_path / site / f"p{number}.nii.gz", values)
+            write(tmp_path / site / f"p{number}_seg.nii.gz", values // 5)
+    assert "volumes are" not in imported(tmp_path, site_folders=True).render()
+    for number in NUMBERS:
+        picture(tmp_path / "C" / f"{number}.png")
+        mask(tmp_path / "C" / f"{number}_mask.png")
+    text = imported(tmp_path, site_folders=True, force=True).render()
+    assert "WARNING: volumes are at A, B, pictures at C; a task is for one of them" in text
+
+
 def test_masks_stored_as_gif(tmp_path: Path) -> None:
     file = mask(tmp_path / "a.gif", (255,))
     assert np.unique(read_stored(file, mask=True).array).tolist() == [0, 255]

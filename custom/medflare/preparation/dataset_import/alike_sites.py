@@ -6,6 +6,7 @@ from itertools import chain
 from pathlib import Path
 
 from medflare.core.errors import DataError
+from medflare.data.reading import NIFTI, PICTURES, suffix
 from medflare.preparation.dataset_import.folders import Dataset
 from medflare.preparation.dataset_import.names import numbered, refuse_variants, sorted_labels
 
@@ -100,6 +101,22 @@ def with_all_channels(datasets: Mapping[str, Dataset], root: Path) -> dict[str, 
             notes = (*notes, f"no file of channel {', '.join(lacking)} (null in the datalist)")
         complete[site] = replace(dataset, items=tuple(items), channels=numbered(names), notes=notes)
     return complete
+
+
+def mixed_warning(datasets: Mapping[str, Dataset]) -> str:
+    """A line about sites of volumes and sites of pictures; "" if all have one of them."""
+    volumes = []
+    pictures = []
+    for site, dataset in datasets.items():
+        ending = suffix(dataset.items[0].first)
+        if ending in NIFTI:
+            volumes.append(site)
+        elif ending in PICTURES:
+            pictures.append(site)
+    if not volumes or not pictures:
+        return ""
+    found = f"volumes are at {', '.join(volumes)}, pictures at {', '.join(pictures)}"
+    return f"{found}; a task is for one of them, so import them apart"
 
 
 def _renumbered(

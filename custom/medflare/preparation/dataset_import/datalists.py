@@ -28,6 +28,7 @@ from medflare.data.reading import (
 )
 from medflare.data.targets import SiteStructures, check_structure, differing_structures, same_names
 from medflare.preparation.dataset_import.alike_sites import (
+    mixed_warning,
     with_all_channels,
     with_all_classes,
     with_classes,
@@ -529,7 +530,7 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
         missing += of_all[1].missing
     dataset = replace(first, notes=tuple(notes), missing=tuple(missing), layout=layouts)
     warnings = [f"{', '.join(names)}: {warning}" for warning, names in of_warning.items()]
-    warnings.append(_apart_warning(dataset, sites))
+    warnings += [_apart_warning(dataset, sites), mixed_warning(datasets)]
     return ImportReport(dataset, sites, options.out or root, tuple(filter(None, warnings)), guessed)
 
 
