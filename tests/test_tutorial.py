@@ -40,7 +40,8 @@ def test_commands_of_the_page(
         arguments = [SHORTER.get(argument, argument) for argument in arguments]
         assert program == "medflare" and main(arguments) == 0, capsys.readouterr()
         printed.setdefault(" ".join(arguments[:2]), capsys.readouterr().out)
-    assert "WARNING" not in printed["data init"] and printed["data check"].rstrip().endswith("OK")
+    assert "WARNING" not in printed["data init"]
+    assert "\nOK\nnext: medflare run fedavg --task task.json " in printed["data check"]
     run = tmp_path / "runs" / "fedavg-photographs-seed0"
     results = json.loads((run / "results.json").read_text())
     assert (

@@ -265,6 +265,17 @@ def test_localizers_and_screen_saves_beside_series_are_no_images(kind: str, tmp_
     assert len(import_folder(tmp_path, ImportOptions(force=True)).sites[""]) == 8
 
 
+def test_two_pictures_of_one_series_make_no_screen_saves_of_the_others(tmp_path: Path) -> None:
+    """As radiographs that were exported without their modality."""
+    for number in range(8):
+        name = ("healthy", "ill")[number % 2]
+        views = series_of(tmp_path / name / f"scan{number}", number)
+        change(views, range(4), ("ImagePositionPatient",), Modality="OT")
+        for file in sorted(views.iterdir())[2 if number == 0 else 1 :]:
+            file.unlink()
+    assert len(import_folder(tmp_path).sites[""]) == 8
+
+
 def test_a_dicom_series_has_the_segmentation_that_refers_to_it(tmp_path: Path) -> None:
     """As an archive exports a study: folders named by UIDs, the segmentation among the slices or in a folder of its own."""
     pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")

@@ -309,10 +309,13 @@ def _is_empty_table(file: Path) -> bool:
 def _take_aside(
     headers: "dict[Path, _Header]", slices: dict[Path, tuple[Path, ...]], *, alone: bool
 ) -> list[Path]:
-    """Take out localizers, and beside series of several slices single images without a position, as
+    """Take out localizers, and beside series of slices with positions single images without one, as
     screen saves; none if the images, `alone`, are all such.
     """
-    several = any(not (image.is_file() or header.localizer) for image, header in headers.items())
+    several = any(
+        header.placed and not (header.localizer or image.is_file())
+        for image, header in headers.items()
+    )
     aside = []
     for image, header in headers.items():
         is_slice = header.placed or header.picture or header.segments or not image.is_file()
