@@ -1278,3 +1278,29 @@ def test_a_table_in_the_folder_of_a_split_is_no_list_of_a_split(tmp_path: Path) 
     report = imported(tmp_path)
     assert {item.split for item in report.sites[""]} == {"training", "validation", "test"}
     assert "csv: ;" not in report.render() and "csv: )" not in report.render()
+
+
+@pytest.mark.parametrize("others", [(), ("lumen", "void")], ids=["one", "several"])
+def test_folders_of_masks_in_each_case_are_no_classes(
+    others: tuple[str, ...], tmp_path: Path
+) -> None:
+    """As EMIDEC's Images and Contours, and CVC-EndoSceneStill's structures."""
+    for number in range(4):
+        case = tmp_path / f"Case_{number:02}"
+        for name in ("1", "2"):
+            picture(case / "Views" / f"{name}.png", 80 + number, channels=3)
+            for structure in ("Contours", *others):
+                mask(case / structure / f"{name}.png")
+    options = "".join(f" --leave-out {name}" for name in others)
+    text = error_of(tmp_path)
+    assert "have few values and the names of those in Views" in text
+    assert "rename Contours masks, and Views images" in text and options in text
+    for case in [*tmp_path.iterdir()]:
+        (case / "Contours").rename(case / "masks")
+        (case / "Views").rename(case / "images")
+    imported(tmp_path, leave_out=others)
+    entries = read_datalist(tmp_path, "segmentation")
+    assert len(entries) == 8
+    for entry in entries:
+        (mask_file,) = entry.masks
+        assert mask_file == entry.image.parent.parent / "masks" / entry.image.name

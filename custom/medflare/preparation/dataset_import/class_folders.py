@@ -164,6 +164,10 @@ def _by_inner_folders(
             f"sites, give --site-folders; {remedy} --kind classification"
         )
     if not confirmed:
+        swapped = {}
+        for image, (first, *others) in below.items():
+            swapped[image] = [*others[:1], first, *others[1:]]
+        _refuse_masks_of_classes(folder, names, swapped)
         raise DataError(f"{folder.root}: {problem}")
     refuse_variants(names, f"{folder.root}: the class folders")
     return _classes_at(1, folder, below, names, layout, of_patients=of_patients)
@@ -424,6 +428,7 @@ def _refuse_masks_of_classes(
             inner = (*folders[1:], stem(image))
             pictures[folders[0]][inner] = image
     values: dict[str, list[int]] = {}  # class -> how many its first pictures have
+    masks_of = defaultdict(list)  # class of images -> those that may be its masks
     for of_masks, others in permutations(names, 2):
         if len(pictures[of_masks]) < 2 or not _are_named_after(
             pictures[of_masks], pictures[others]
@@ -435,11 +440,17 @@ def _refuse_masks_of_classes(
                 values[name] = [count_values(pictures[name][inner]) for inner in sample]
         has_few = min(values[of_masks]) > 1 and max(values[of_masks]) <= MAX_CLASSES
         if has_few and min(values[others]) > MAX_CLASSES:
-            raise DataError(
-                f"{folder.root}: the pictures in {of_masks} have few values and the names of those "
-                f"in {others}; if they are masks, rename {of_masks} masks, and {others} images; if "
-                "both are classes, give --kind classification"
-            )
+            masks_of[others].append(of_masks)
+    for images, (masks, *more) in masks_of.items():
+        remedy = f"rename {masks} masks, and {images} images"
+        if more:
+            remedy += ", and leave the other masks out:"
+            remedy += "".join(f" --leave-out {shlex.quote(name)}" for name in more)
+        raise DataError(
+            f"{folder.root}: the pictures in {', '.join((masks, *more))} have few values and the "
+            f"names of those in {images}; if they are masks, {remedy}; if all are classes, give "
+            "--kind classification"
+        )
 
 
 def _are_named_after(
