@@ -413,7 +413,7 @@ def test_folders_that_are_read_as_splits_are_not_proposed_as_sites(tmp_path: Pat
 
 def test_words_that_all_masks_share_name_no_structure(tmp_path: Path) -> None:
     files(tmp_path, "images/p{n}.png", "gt/p{n}_disc.png*", "gt/p{n}_disc_new.png*")
-    assert "rename them, or give a table with --mask-column" in error_of(tmp_path)
+    assert "rename them, as p0_mask.png for the mask of this image, or give" in error_of(tmp_path)
 
 
 def test_images_of_one_name_in_several_folders(tmp_path: Path) -> None:
@@ -503,3 +503,28 @@ def test_numbers_of_objects_are_asked_about(
     assert "; or name one with --task" in capsys.readouterr().err
     labels = ("a", "b", "c", "d")
     assert summarise(tmp_path, TaskHints(labels=labels)).settings["labels"][1:] == [*labels]
+
+
+@pytest.mark.parametrize(
+    ("images", "of_mask"),
+    [
+        (["Patient_{n4}/T1.nii.gz"], "Patient_{n4}/masks/lesion.nii.gz*"),
+        (["P_{n4}/Raw/P_{n4}_{n}.nii.gz"], "P_{n4}/Masks/P_{n4}_consensus.nii.gz*"),
+        (["P_{n4}/FLAIR.nii.gz", "P_{n4}/T1.nii.gz"], "P_{n4}/Masks/consensus.nii.gz*"),
+        (["P_{n4}/us/a.png"], "P_{n4}/masks/a_mask.png*"),
+    ],
+)
+def test_an_image_has_the_mask_of_its_case(images: list[str], of_mask: str, tmp_path: Path) -> None:
+    files(tmp_path, *images, of_mask)
+    expected = set()
+    for number in NUMBERS:
+        named = {"n": number, "n4": f"{number:04}"}
+        channels = tuple(tmp_path / image.format(**named) for image in images)
+        expected.add((channels, tmp_path / of_mask.rstrip("*").format(**named)))
+    assert {(item.files, item.label) for item in imported(tmp_path).sites[""]} == expected
+
+
+def test_images_of_other_names_than_their_case_are_asked_about(tmp_path: Path) -> None:
+    masks = "Case_{n4}/masks/lesion.nii.gz*"
+    files(tmp_path, "Case_{n4}/a{n}.nii.gz", "Case_{n4}/b{n}.nii.gz", masks)
+    assert "as a0_mask.nii.gz for the mask of this image" in error_of(tmp_path)

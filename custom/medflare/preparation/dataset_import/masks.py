@@ -17,8 +17,14 @@ from medflare.core.text import read_json
 from medflare.data.dicom import tags_of
 from medflare.data.reading import NIFTI, PICTURES, explained, read_stored, stem, suffix
 from medflare.data.targets import plain_name
-from medflare.preparation.dataset_import.folders import HEADER, Dataset, ImageFolder, Item
-from medflare.preparation.dataset_import.names import WORDS, numbered, words
+from medflare.preparation.dataset_import.folders import (
+    HEADER,
+    Dataset,
+    ImageFolder,
+    Item,
+    common_folder,
+)
+from medflare.preparation.dataset_import.names import MASK_WORDS, WORDS, numbered, words
 from medflare.preparation.dataset_import.options import ImportOptions
 from medflare.preparation.dataset_import.written_masks import (
     can_be_written,
@@ -198,9 +204,11 @@ def _without_pairs(folder: ImageFolder, masks: Sequence[Path], images: Sequence[
     problem = f"none of {len(masks)} masks belongs to an image by its name"
     if images and len(_fitting_masks(folder, images[0])) > 1:
         return _line_without_mask(folder, images[0])
+    remedy = "rename them"
     if images:
         problem += f", as {folder.relative(masks[0])} beside {folder.relative(images[0])}"
-    return f"{problem}{_several_series(folder)}; rename them, or give a table with --mask-column"
+        remedy += f", as {stem(images[0])}_mask{suffix(masks[0])} for the mask of this image"
+    return f"{problem}{_several_series(folder)}; {remedy}, or give a table with --mask-column"
 
 
 def _assign_masks(folder: ImageFolder) -> tuple[dict[Path, dict[str, Path]], list[Path]]:
@@ -248,7 +256,7 @@ def _assign_masks(folder: ImageFolder) -> tuple[dict[Path, dict[str, Path]], lis
     for same_folders in (True, False):
         free = {mask for mask, files in files_of.items() if same_folders or not files}
         images = [image for image in images if not assign(image, free, same_folders)]
-    images = _assign_below(folder, files_of, images)
+    images = _assign_in_cases(folder, files_of, images)
     _refuse_second_masks(folder, files_of)
     return files_of, images
 
@@ -265,34 +273,51 @@ def _modality_folders(images: Iterable[Path]) -> dict[Path, str]:
     return {path: path.name for path in names}
 
 
-def _assign_below(
+def _assign_in_cases(
     folder: ImageFolder, files_of: Mapping[Path, dict[str, Path]], images: Sequence[Path]
 ) -> list[Path]:
-    """Add the volumes of a folder to the only mask of the folder above, as channels; the other
-    images. As 0/wmh_seg.nii.gz and 0/pre/FLAIR.nii.gz, in two folders at least.
+    """Add the volumes of a case to its only mask, as channels; the other images. A case is the
+    folder of the mask, or the one above a folder called masks, as P01/T1.nii.gz,
+    P01/masks/lesion.nii.gz and 0/wmh_seg.nii.gz, 0/pre/FLAIR.nii.gz; there are two at least.
 
-    DataError if a mask has images in two folders below.
+    DataError if a mask has images in two folders.
     """
-    in_folder = Counter(mask.parent for mask in files_of)
+    masks_of = defaultdict(list)  # case -> masks
+    for mask in files_of:
+        is_inner = not MASK_WORDS.isdisjoint(words(mask.parent.name))
+        masks_of[mask.parent.parent if is_inner else mask.parent].append(mask)
     mask_of = {}
-    for mask, files in files_of.items():
-        if not files and in_folder[mask.parent] == 1 and suffix(mask) in NIFTI:
-            mask_of[mask.parent] = mask
-    volumes: defaultdict[Path, list[Path]] = defaultdict(list)  # folder of a mask -> images
+    for case, (mask, *more) in masks_of.items():
+        if not (more or files_of[mask]) and suffix(mask) in NIFTI:
+            mask_of[case] = mask
+    volumes: defaultdict[Path, list[Path]] = defaultdict(list)  # case -> images
     others = []
     for image in images:
-        if image.parent.parent in mask_of and suffix(image) in NIFTI:
-            volumes[image.parent.parent].append(image)
+        cases = [above for above in (image.parent, image.parent.parent) if above in mask_of]
+        if cases and suffix(image) in NIFTI:
+            volumes[cases[0]].append(image)
         else:
             others.append(image)
-    if len(volumes) < 2:
+    mask_names = {_name_in_case(folder, mask_of[case], case) for case in volumes}
+    alone = all(len(listed) == 1 for listed in volumes.values())
+    channel_of = {}
+    for case, listed in volumes.items():
+        for image in listed:
+            channel_of[image] = "" if alone else _name_in_case(folder, image, case)
+    repeated = len({*channel_of.values()}) < len(channel_of)
+    if len(mask_names) != 1 or not repeated:
         return [*images]
-    for above, listed in volumes.items():
+    for case, listed in volumes.items():
         for image in listed:
             if image.parent != listed[0].parent:
-                raise _two_images(folder, [listed[0], image], mask_of[above])
-            files_of[mask_of[above]][folder.names[image].name] = image
+                raise _two_images(folder, [listed[0], image], mask_of[case])
+            files_of[mask_of[case]][channel_of[image]] = image
     return others
+
+
+def _name_in_case(folder: ImageFolder, file: Path, case: Path) -> str:
+    """The name of a file without that of its case before it."""
+    return folder.names[file].name.removeprefix(case.name.lower()).strip(" _.-")
 
 
 def _two_images(folder: ImageFolder, images: Sequence[Path], mask: Path) -> DataError:
@@ -330,7 +355,8 @@ def _refuse_second_masks(folder: ImageFolder, files_of: Mapping[Path, Mapping[st
 def _masks_without_contradiction(
     folder: ImageFolder, image: Path, masks: Iterable[Path], same_folders: bool
 ) -> list[Path]:
-    """The masks in the split of the image, otherwise those that may be in it.
+    """The masks in the split of the image, otherwise those that may be in it; of several those
+    that share the most folders with it.
 
     With `same_folders`, only masks in folders of the same names.
     """
@@ -345,7 +371,13 @@ def _masks_without_contradiction(
             same_split.append(mask)
         elif not name.split or not of_mask.split:
             no_split.append(mask)
-    return same_split or no_split
+    return _in_case(image, same_split or no_split)
+
+
+def _in_case(image: Path, masks: Sequence[Path]) -> list[Path]:
+    """The masks that share the most folders with an image."""
+    shared = [len(common_folder([image, mask]).parts) for mask in masks]
+    return [mask for mask, depth in zip(masks, shared, strict=True) if depth == max(shared)]
 
 
 def _fitting_masks(folder: ImageFolder, image: Path) -> list[Path]:
