@@ -528,3 +528,24 @@ def test_images_of_other_names_than_their_case_are_asked_about(tmp_path: Path) -
     masks = "Case_{n4}/masks/lesion.nii.gz*"
     files(tmp_path, "Case_{n4}/a{n}.nii.gz", "Case_{n4}/b{n}.nii.gz", masks)
     assert "as a0_mask.nii.gz for the mask of this image" in error_of(tmp_path)
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_two_masks_of_an_image_are_told_before_missing_ones(empty: bool, tmp_path: Path) -> None:
+    """As PALM's discs and atrophies, and two pipelines of BIDS."""
+    files(tmp_path, "Photographs/p{n}.png", "D/Disc_Masks/p{n}.png*")
+    for number in (0, 9):
+        picture(tmp_path / "Photographs" / f"q{number}.png")
+    for number in range(4):
+        mask(tmp_path / "L" / "Lesion_Masks" / "Atrophy" / f"p{number}.png")
+    out = tmp_path.parent / f"{tmp_path.name} out"
+    options = {"empty_masks": empty, "out": out}
+    text = error_of(tmp_path, **options)
+    assert "the first: Photographs/p0.png: D/Disc_Masks/p0.png and L/Lesion_Masks/" in text
+    assert "--leave-out L," in text and "without an image" not in text
+    options |= {"leave_out": ("L",), "empty_masks": True}
+    imported(tmp_path, **options)
+    labels = [entry.masks[0].name for entry in read_datalist(out, "segmentation")]
+    expected = [f"p{number}.png" for number in NUMBERS]
+    assert sorted(name for name in labels if name in expected) == sorted(expected)
+    assert len(labels) == len(expected) + 2

@@ -1,6 +1,7 @@
 """Which mask belongs to which image, and which files are its channels."""
 
 import re
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -74,6 +75,7 @@ def pair_masks(folder: ImageFolder, options: ImportOptions) -> Dataset:
     names = folder.names
     files_of, without = _assign_masks(folder)
     channels = sorted(set[str]().union(*files_of.values()))
+    missing = _take_competing(folder, files_of, without)
     items = []
     missing_images = []
     for mask, files in files_of.items():
@@ -84,7 +86,8 @@ def pair_masks(folder: ImageFolder, options: ImportOptions) -> Dataset:
         else:
             missing_images.append(f"{folder.relative(mask)}: {WITHOUT_IMAGE}")
     if not items:
-        raise DataError(f"{folder.root}: {_without_pairs(folder, [*files_of], without)}")
+        problem = missing[0] if missing else _without_pairs(folder, [*files_of], without)
+        raise DataError(f"{folder.root}: {problem}")
     if len(channels) > 1 and "" in channels:
         raise DataError(
             f"{folder.root}: some images have a file per channel ({channels[1]}), others do not; "
@@ -92,7 +95,6 @@ def pair_masks(folder: ImageFolder, options: ImportOptions) -> Dataset:
         )
     _refuse_slices_beside_volumes(folder, items)
     has_test = any(item.split == "test" for item in items)
-    missing = []
     unlabelled = 0
     for path in without:
         if not has_test and names[path].split == "test":
@@ -102,7 +104,7 @@ def pair_masks(folder: ImageFolder, options: ImportOptions) -> Dataset:
             written = {mask: partial(empty_mask, path)}
             items.append(Item((path,), mask, split=names[path].split, rendered=written))
         else:
-            missing.append(_line_without_mask(folder, path))
+            missing.append(f"{name_of_image(folder, path)}: no mask")
     notes = [f"{unlabelled} test images without masks are not used"] if unlabelled else []
     notes += _lines_without_channel(items, channels)
     layout = "images and masks by name"
@@ -202,8 +204,6 @@ def _without_pairs(folder: ImageFolder, masks: Sequence[Path], images: Sequence[
             "image in one file"
         )
     problem = f"none of {len(masks)} masks belongs to an image by its name"
-    if images and len(_fitting_masks(folder, images[0])) > 1:
-        return _line_without_mask(folder, images[0])
     remedy = "rename them"
     if images:
         problem += f", as {folder.relative(masks[0])} beside {folder.relative(images[0])}"
@@ -380,22 +380,34 @@ def _in_case(image: Path, masks: Sequence[Path]) -> list[Path]:
     return [mask for mask, depth in zip(masks, shared, strict=True) if depth == max(shared)]
 
 
-def _fitting_masks(folder: ImageFolder, image: Path) -> list[Path]:
-    """The masks with the name of an image, in any folder."""
-    possible = folder.names[image].names
-    return [mask for mask in folder.masks if folder.names[mask].name in possible]
-
-
-def _line_without_mask(folder: ImageFolder, image: Path) -> str:
-    """An image without a mask, and why: none has its name, or several have."""
-    fitting = _fitting_masks(folder, image)
-    if len(fitting) < 2:
-        return f"{name_of_image(folder, image)}: no mask"
-    return (
-        f"{name_of_image(folder, image)}: {folder.both(*fitting[:2])} can be its mask (give one of "
-        "the folders alone if they hold the same images, --site-folders if they are sites, "
-        "otherwise a table with --mask-column, and a column for each structure)"
-    )
+def _take_competing(
+    folder: ImageFolder, files_of: dict[Path, dict[str, Path]], images: list[Path]
+) -> list[str]:
+    """Take out the images that several masks without an image fit, and these masks; a line for each
+    such image.
+    """
+    by_name = defaultdict(list)
+    for mask, files in files_of.items():
+        if not files:
+            by_name[folder.names[mask].name].append(mask)
+    lines = {}
+    for image in images:
+        name = folder.names[image]
+        channel = _CHANNEL.match(name.name)
+        possible = {*name.names, channel[1] if channel else name.name}
+        masks = [mask for name in sorted(possible) for mask in by_name[name]]
+        if len(masks) < 2:
+            continue
+        for mask in masks:
+            files_of.pop(mask, None)
+        other = masks[1].relative_to(common_folder(masks[:2])).parts[0]
+        lines[image] = (
+            f"{name_of_image(folder, image)}: {folder.both(*masks[:2])} can be its mask (leave one "
+            f"out, as with --leave-out {shlex.quote(other)}, give --site-folders if they are of "
+            "sites, or a table with --mask-column, and a column for each structure)"
+        )
+    images[:] = [image for image in images if image not in lines]
+    return [*lines.values()]
 
 
 def name_of_image(folder: ImageFolder, image: Path) -> str:
