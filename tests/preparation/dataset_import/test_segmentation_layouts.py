@@ -1,6 +1,7 @@
 """Masks of public data sets and of annotators: read as they are meant, or refused in one line."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,13 @@ def test_soft_maps_of_structures(tmp_path: Path) -> None:
 def test_masks_of_several_readers_are_asked_about(image: str, masks: str, tmp_path: Path) -> None:
     names = [f"{masks.format(number)}*" for number in (1, 2)]
     text = error_of(files(tmp_path, image, *names))
-    assert "reader1, " in text and "--kind segmentation" in text and "--structure" in text
-    _, reader = imported(tmp_path, kind="segmentation").dataset.labels.values()
+    assert "reader1, " in text and "--kind segmentation" in text
+    (pattern,) = shlex.split(text.partition("--leave-out ")[2].partition(";")[0])
+    first = {item.masks[0] for item in imported(tmp_path, leave_out=(pattern,)).sites[""]}
+    assert {path.relative_to(tmp_path).as_posix() for path in first} == {
+        masks.format(1).format(n=number) for number in NUMBERS
+    }
+    _, reader = imported(tmp_path, kind="segmentation", force=True).dataset.labels.values()
     one = imported(tmp_path, structures=parse_structures([reader]), force=True)
     assert one.dataset.structure == reader
 
@@ -149,7 +155,7 @@ def test_two_readers_and_a_field_of_view(field_of_view: tuple[str, ...], tmp_pat
     files(tmp_path, "test/images/{n}_test.png", *readers, *field_of_view)
     files(tmp_path, "training/images/{n}_training.png", "training/1st_manual/{n}_manual1.png*")
     text = error_of(tmp_path)
-    assert "are 1st_manual, 2nd_manual structures" in text and "name one with --structure" in text
+    assert "are 1st_manual, 2nd_manual structures" in text and "--leave-out 2nd_manual" in text
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, takewhile
 from pathlib import Path
 
 from medflare.core.errors import ConfigError, DataError
@@ -456,7 +456,26 @@ def _refuse_readers(dataset: Dataset, folder: ImageFolder) -> None:
         names_of[name_of_all].append(name)
     several = max(names_of.values(), key=len, default=[])
     if len(several) > 1 and len(names_of) <= 2:
+        kept, other = (
+            [item.masks[row] for item in dataset.items]
+            for row, name in enumerate(dataset.labels.values())
+            if name in several[:2]
+        )
         raise DataError(
             f"{folder.root}: are {shortened(several)} structures? if so, give --kind segmentation; "
-            "if they are of several readers or objects, name one with --structure, or unite them"
+            "if they are of several readers, use one and leave the others out, as with --leave-out "
+            f"{shlex.quote(_pattern_of(other, kept))}; if they are of several objects, unite them"
         )
+
+
+def _pattern_of(masks: Sequence[Path], others: Sequence[Path]) -> str:
+    """A pattern of the masks of a structure: their folder, if others have not its name, or the end
+    of their names.
+    """
+    folders = {mask.parent.name for mask in masks}
+    if len(folders) == 1 and folders.isdisjoint(mask.parent.name for mask in others):
+        return folders.pop()
+    letters = zip(*(mask.name[::-1] for mask in masks), strict=False)  # from the end
+    shared = takewhile(lambda of_each: len({*of_each}) == 1, letters)
+    end = "".join(of_each[0] for of_each in shared)[::-1]
+    return end if end == masks[0].name else f"*{end}"
