@@ -612,3 +612,15 @@ def test_folders_of_patients_whose_names_have_other_letters(
         mask(tmp_path / patient / "mask.png")
     import_folder(tmp_path)
     assert labels_of(tmp_path) == {f"{name}/image.png": f"{name}/mask.png" for name in patients}
+
+
+def test_pictures_without_a_suffix_are_named(tmp_path: Path) -> None:
+    """As some archives export them; DICOM files need none."""
+    for number in range(12):
+        file = picture(tmp_path / ("cat", "dog")[number % 2] / f"IMG_{number}.png")
+        file.rename(file.with_suffix(""))
+    (tmp_path / "cat" / "README").write_text("none")
+    line = "left out, pictures without .png in their names: 12, the first: cat/IMG_0"
+    assert line in error_of(tmp_path)
+    classes(tmp_path)
+    assert f"note: {line}" in import_folder(tmp_path).render()

@@ -46,6 +46,8 @@ _TAGS = (
 # Modalities whose files are pictures, also in one series: radiographs, ultrasound and photographs.
 _PICTURES = ("CR", "DX", "MG", "IO", "PX", "RF", "XA", "US", "OP", "XC", "ES", "GM")
 HEADER = "dataset.json"  # of the Medical Segmentation Decathlon and of nnU-Net
+# First bytes of pictures -> their suffix.
+_MARKS = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"II*\0": ".tif", b"MM\0*": ".tif"}
 _LINE = 10_000  # bytes of a line that are read
 _TEXTS = (".txt", ".lst", ".json", ".xml")
 
@@ -358,7 +360,21 @@ def _not_read(files: Iterable[Path], root: Path) -> list[str]:
     for remedy, endings in WORDS["unread_suffix"].items():
         listed = [file for file in files if suffix(file) in endings and suffix(file) not in read]
         lines += _line_of_files(f"files to {remedy}", listed, root)
+    pictures = defaultdict(list)  # suffix -> files without one
+    for file in files:
+        if not suffix(file) and file.is_file():
+            pictures[_suffix_of_content(file)].append(file)
+    for ending in sorted(pictures.keys() - {""}):
+        lines += _line_of_files(f"pictures without {ending} in their names", pictures[ending], root)
     return lines
+
+
+def _suffix_of_content(file: Path) -> str:
+    """The suffix that a picture has by its first bytes, or ""."""
+    begin = b""
+    with suppress(OSError), file.open("rb") as opened:  # no permission
+        begin = opened.read(4)
+    return next((ending for mark, ending in _MARKS.items() if begin.startswith(mark)), "")
 
 
 def _line_of_files(kind: str, files: Collection[Path], root: Path) -> list[str]:
