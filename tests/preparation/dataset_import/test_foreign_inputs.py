@@ -1652,3 +1652,18 @@ def test_a_name_without_a_letter_is_no_mask(name: str, tmp_path: Path) -> None:
     picture(tmp_path / "b" / f"{name}.png")
     imported(tmp_path)
     assert entries(tmp_path)[f"b/{name}.png"]["label"] == 1 and len(entries(tmp_path)) == 11
+
+
+def test_a_table_of_objects_that_is_called_like_one_split_is_no_list(tmp_path: Path) -> None:
+    """As RibFrac's fractures; with a column that names each row it may be the list."""
+    files(tmp_path, "train-images/Rib{n}-image.nii.gz", "train-labels/Rib{n}-label.nii.gz*")
+    rows = [(f"Case{number // 2}", number % 3, number) for number in range(20)]
+    info = tmp_path / "train-info.csv"
+    table(info, ("public_id", "label_code"), *(row[:2] for row in rows))
+    report = imported(tmp_path)
+    assert {item.split for item in report.sites[""]} == {"training", "validation", "test"}
+    assert "note: not used: train-info.csv names no image" in report.render()
+    for other in (("public_id", "label_code", "row"), ("public_id", "split")):
+        table(info, other, *(row[: len(other)] for row in rows))
+        (tmp_path / "datalist.json").unlink(missing_ok=True)
+        assert "--redraw" in error_of(tmp_path)

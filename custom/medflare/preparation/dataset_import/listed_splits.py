@@ -40,6 +40,8 @@ def with_listed_splits(
     for table in unused:
         if _names_split(table.path, images) or _split_columns(table):
             tables.append(table)
+    if not texts and len(tables) == 1 and _is_of_objects(tables[0]):
+        tables = []
     lists = [*texts, *(table.path for table in tables)]
     if lists:
         for table in tables:
@@ -91,6 +93,16 @@ def refuse_flags_of_splits(tables: Iterable[ImageTable]) -> None:
 def _names_split(path: Path, images: Sequence[str]) -> bool:
     """Whether a file is named after splits, and not like an image."""
     return composed(path.stem) not in images and not SPLIT_WORDS.isdisjoint(words(path.stem))
+
+
+def _is_of_objects(table: ImageTable) -> bool:
+    """Whether a table that is called like one split has several rows for an image, as of fractures:
+    no column names each row.
+    """
+    named = [*map(split_name, SPLIT_WORDS.intersection(words(table.path.stem)))]
+    if len(named) != 1 or not named[0] or _split_columns(table) or not table.header:
+        return False
+    return not any(texts.is_unique for _, texts in table.frame.items())
 
 
 def _split_columns(table: ImageTable) -> list[str]:
