@@ -52,6 +52,26 @@ def test_shares_of_patients_are_met(text: str) -> None:
             parse_shares(wrong)
 
 
+@pytest.mark.parametrize(
+    "images",
+    [
+        [2 + n % 7 for n in range(24)],
+        [200, 90, 60, 40, 30, 20, 15, 12, 10, 8, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 1],
+    ],
+    ids=["different", "very different"],
+)
+def test_shares_of_patients_are_met_if_some_have_many_images(images: list[int]) -> None:
+    """Of 24 patients 70, 10 and 20 %, and not the one with the most images alone."""
+    items = []
+    for number, count in enumerate(images):
+        for view in range(count):
+            items.append(Item((Path(f"{number}-{view}.png"),), number % 2, f"p{number}"))
+    for seed in range(4):
+        patients = patients_by_split(draw_splits(items, "A", SHARES, seed))
+        for split, share in SHARES.items():
+            assert abs(patients[split] - 24 * share) < 2
+
+
 def test_splits_are_stratified_and_depend_on_seed_and_site() -> None:
     items = people(100, classes=10)
     drawn = draw_splits(items, "A", SHARES, 0)

@@ -107,10 +107,23 @@ def draw_splits(
         folds = max(2, min(round(rest / shares[split]), len(patients)))
         numbers = _folds(list(pool.values()), folds, seed, f"{site} {split}")
         rest -= shares[split]
+        chosen = _even_fold(list(pool.values()), numbers)
         for row, fold in zip(pool, numbers, strict=True):
-            if fold == 0:
+            if fold == chosen:
                 drawn[row] = replace(drawn[row], split=split)
     return drawn
+
+
+def _even_fold(items: Sequence[Item], numbers: np.ndarray) -> int:
+    """The first fold, of those of the images, (n,), with an equal part of the patients, then of the
+    images, as far as whole patients allow. Fold 0 may have one patient with many images.
+    """
+    fold_of = dict(zip(map(patient_of, items), numbers.tolist(), strict=True))
+    patients = np.bincount([*fold_of.values()])
+    images = np.bincount(numbers) * len(fold_of) / len(items)  # in patients
+    equal = len(fold_of) / len(patients)
+    off = [(abs(counts - equal)).astype(int) for counts in (images, patients)]
+    return int(np.lexsort(off)[0])
 
 
 def _folds(items: Sequence[Item], folds: int, seed: int, key: str) -> np.ndarray:
