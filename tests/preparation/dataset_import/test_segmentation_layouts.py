@@ -539,7 +539,7 @@ def test_images_of_other_names_than_their_case_are_asked_about(tmp_path: Path) -
 @pytest.mark.parametrize("empty", [False, True])
 def test_two_masks_of_an_image_are_told_before_missing_ones(empty: bool, tmp_path: Path) -> None:
     """As PALM's discs and atrophies, and two pipelines of BIDS."""
-    files(tmp_path, "Photographs/p{n}.png", "D/Disc_Masks/p{n}.png*")
+    files(tmp_path, "Photographs/p{n}.png", "Disc/Disc_Masks/p{n}.png*")
     for number in (0, 9):
         picture(tmp_path / "Photographs" / f"q{number}.png")
     for number in range(4):
@@ -547,10 +547,10 @@ def test_two_masks_of_an_image_are_told_before_missing_ones(empty: bool, tmp_pat
     out = tmp_path.parent / f"{tmp_path.name} out"
     options = {"empty_masks": empty, "out": out}
     text = error_of(tmp_path, **options)
-    assert "the first: Photographs/p0.png: D/Disc_Masks/p0.png and L/Lesion_Masks/" in text
+    assert "the first: Photographs/p0.png: Disc/Disc_Masks/p0.png and L/Lesion_Masks/" in text
     assert "--leave-out L," in text and "without an image" not in text
     options |= {"leave_out": ("L",), "empty_masks": True}
-    imported(tmp_path, **options)
+    assert imported(tmp_path, **options).dataset.structure == "disc"
     labels = [entry.masks[0].name for entry in read_datalist(out, "segmentation")]
     expected = [f"p{number}.png" for number in NUMBERS]
     assert sorted(name for name in labels if name in expected) == sorted(expected)

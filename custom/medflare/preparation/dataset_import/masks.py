@@ -1,5 +1,6 @@
 """Which mask belongs to which image, and which files are its channels."""
 
+import os
 import re
 import shlex
 from collections import Counter, defaultdict
@@ -175,7 +176,7 @@ def _structure_of(folder: ImageFolder) -> str:
         else:
             of_images.update(listed)
     shared = set.intersection(*map(set[str], of_masks)) - of_images
-    return structure_name(word for word in of_masks[0] if word in shared)
+    return structure_name(word for word in dict.fromkeys(of_masks[0]) if word in shared)
 
 
 def structure_name(listed: Iterable[str]) -> str:
@@ -374,10 +375,13 @@ def _masks_without_contradiction(
     return _in_case(image, same_split or no_split)
 
 
-def _in_case(image: Path, masks: Sequence[Path]) -> list[Path]:
+def _in_case(image: Path, masks: list[Path]) -> list[Path]:
     """The masks that share the most folders with an image."""
-    shared = [len(common_folder([image, mask]).parts) for mask in masks]
-    return [mask for mask, depth in zip(masks, shared, strict=True) if depth == max(shared)]
+    for above in image.parents:
+        inside = [mask for mask in masks if str(mask).startswith(f"{above}{os.sep}")]
+        if inside:
+            return inside
+    return masks
 
 
 def _take_competing(
