@@ -301,6 +301,10 @@ def test_an_intensity_transform_does_not_leave_one_patient_alone() -> None:
         site.data.train.images[lit:] *= 0.05
         assert ("wider range" in problem(site)) == (lit < 36)
         assert not problem(site, minimum=0)
+    few = site_of([0, 1, 0, 1, 0, 1])
+    assert isinstance(few.data.train.images, torch.Tensor)
+    few.data.train.images[0] *= 0.05
+    assert not problem(few), "one patient of a few may have a plain image"
     empty = site_of([0, 1] * 20, patients=[str(row // 4) for row in range(40)])
     assert isinstance(empty.data.train.images, torch.Tensor)
     empty.data.train.images[::4] = 0

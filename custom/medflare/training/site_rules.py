@@ -115,7 +115,7 @@ def check_contrast(site: Site, minimum_patients: int) -> None:
     rows = [*rows_of_patients(site.data.train.patients).values()]
     of_channels = _contrasts(rows, site.data.train.image)
     contrasts = of_channels.amax(dim=1)
-    hides = 0 < _contrasted(contrasts) < _MOST * len(contrasts)
+    hides = 0 < _contrasted(contrasts) < int(_MOST * len(contrasts))
     # A transform may treat each channel in its own way; patients may lack a channel.
     for channel in of_channels.T:
         hides |= 0 < _contrasted(channel, _LEAST_OF_CHANNEL) < _most_of(minimum_patients)
