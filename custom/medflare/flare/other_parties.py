@@ -224,8 +224,9 @@ def survive_messages() -> None:
 
 @cache
 def bound_messages() -> None:
-    """Have FLARE decode a bounded number of objects in a message, and no file, in this process: it
-    writes a file where a link in a folder of known name leads to, and keeps it.
+    """Have FLARE decode a bounded number of objects in a message, no file, and commands of bounded
+    length, in this process: it writes a file where a link in a folder of known name leads to, and
+    keeps it.
     """
 
     def decoded(content: bytes, manager: Any) -> Any:
