@@ -129,6 +129,14 @@ def test_setup_names_every_file_and_every_change(
     ]
 
 
+def test_setup_says_that_the_folder_of_images_is_not_here(
+    site: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, lines in ((tmp_path, 0), (tmp_path / "missing", 1)):
+        assert main(["site", "setup", str(site.folder), "--data-root", str(folder)]) == 0
+        assert capsys.readouterr().out.count(f"note: {folder} is no folder") == lines
+
+
 def test_doctor_counts_what_fails(site: Kit, capsys: pytest.CaptureFixture[str]) -> None:
     main(["site", "setup", str(site.folder)])
     capsys.readouterr()

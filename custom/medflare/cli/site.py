@@ -47,6 +47,9 @@ def setup(kits: PathArguments, settings: JsonDict) -> None:
     for kit in [open_kit(folder) for folder in kits]:
         for change in set_up(kit, KitSettings(**settings)):
             print("\n         ".join([f"{change.action:8} {change.file}", *change.settings]))
+    data_root = KitSettings(**settings).data_root
+    if data_root is not None and not data_root.expanduser().is_dir():
+        print(f"note: {data_root} is no folder on this machine; the site's machine needs it")
 
 
 def doctor(kit: PathArgument, task: str | None = None) -> int:
