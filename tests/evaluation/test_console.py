@@ -136,8 +136,15 @@ def test_show_results_returns_whether_the_run_completed(
     show_results(tmp_path / "good")
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"next: medflare predict {model} IMAGES --out predictions"
+    assert show_results(tmp_path) is True
+    assert "runs" not in capsys.readouterr().out
     write_results(tmp_path / "bad" / "medflare", dataclasses.replace(record, reason="no data"))
     assert show_results(tmp_path / "bad") is False
+    capsys.readouterr()
+    assert show_results(tmp_path) is False
+    assert f"{tmp_path} has 2 runs; this is the newest, {tmp_path / 'bad'}" in (
+        capsys.readouterr().out
+    )
     with pytest.raises(StateError):
         show_results(tmp_path / "none")
 

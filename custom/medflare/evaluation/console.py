@@ -21,7 +21,7 @@ from medflare.evaluation.results import (
     FAILED,
     REPORT_FILE,
     RESULTS_FILE,
-    find_results,
+    list_results,
     load_results,
 )
 
@@ -164,9 +164,13 @@ def show_results(path: Path) -> bool:
     """Print the results at `path`, see `load_results`, the path of the report, and how to use the
     model; True if the run completed.
     """
-    results = load_results(path)
+    file, *older = list_results(path)
+    results = load_results(file)
     print_results(results, sys.stdout)
-    folder = find_results(path).parent
+    folder = file.parent
+    if older:
+        newest = printable(str(folder))
+        sys.stdout.write(f"note: {path} has {len(older) + 1} runs; this is the newest, {newest}\n")
     report = folder / REPORT_FILE
     if report.is_file():
         sys.stdout.write(f"report: {printable(str(report.resolve()))}\n")

@@ -467,12 +467,17 @@ def find_results(path: Path) -> Path:
     """The results.json at `path`, or the newest one below the folder of a run, a simulator or POC;
     raises StateError if there is none.
     """
+    return list_results(path)[0]
+
+
+def list_results(path: Path) -> list[Path]:
+    """All that `find_results` chooses from, the newest first."""
     if path.is_file():
-        return path
+        return [path]
     if not path.exists():
         raise StateError(f"{path}: there is no such folder or file; name the folder of a run")
     if (path / RESULTS_FILE).is_file():
-        return path / RESULTS_FILE
+        return [path / RESULTS_FILE]
     # Runs of the plain loop, and workspaces of FLARE.
     files = [*path.glob(f"*/{RESULTS_FILE}"), *path.glob(f"**/{FOLDER}/{RESULTS_FILE}")]
     if not files and (path / "study.html").is_file():
@@ -482,7 +487,7 @@ def find_results(path: Path) -> Path:
             f"{path}: no {RESULTS_FILE} here; name the folder of a run. If the run has not ended, "
             "its log says why; `medflare resume` continues a run of the plain loop"
         )
-    return max(files, key=lambda file: file.stat().st_mtime)
+    return sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)
 
 
 def load_results(path: Path) -> JsonDict:
