@@ -1,11 +1,11 @@
 """Phases: what the server requests and a site replies, declared at the method that handles it.
 
-    class DittoSite(FedAvgSite[DittoHyper]):
+    class FedAvgSite(SiteAlgorithm[FedAvgHyper]):
         @phase(request=(MODEL,), reply=(MODEL,), meta=MEASURED)
         def train(self, round: int, incoming: Message) -> Message: ...
 
-    class DittoServer(FedAvgServer[DittoServerHyper]):
-        @handles(DittoSite.train)
+    class FedAvgServer(ServerAlgorithm[FedAvgServerHyper]):
+        @handles(FedAvgSite.train)
         def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None: ...
 
 An overridden method keeps its declaration, unless it has one of its own.

@@ -393,9 +393,10 @@ class Participant:
         return self._site
 
     def _opened_at_enrolment(self, role: str) -> Site:
-        """As `_opened`; if an earlier job has fixed the selection, data that cannot be used is
-        answered as another selection is: a lead would count images by which of the two it gets.
-        So is an image that the task's transform fails on.
+        """As `_opened`; if an earlier job has fixed the selection, data that cannot be used has the
+        same answer as another selection: otherwise a lead counts images by the two answers.
+
+        Data that the task's transform fails on has this answer, too.
         """
         try:
             return self._opened(role)

@@ -61,8 +61,8 @@ def intervals_of(
     """The percentile bootstrap over patients (Efron, Annals of Statistics 7, 1979); none where
     `has_interval` forbids it.
 
-    A metric that is undefined in more than a tenth of the resamples has no interval. So is a mean
-    over classes where a resample lacks a class.
+    A metric that is undefined in more than a tenth of the resamples has no interval. A resample
+    that lacks a class counts as undefined for the metrics that are means over classes.
     """
     names, rows = np.unique(np.array(cases.patients, dtype=str), return_inverse=True)
     if not has_interval(len(names)):
