@@ -189,7 +189,7 @@ def test_classification_has_no_shape_term() -> None:
     noisy = torch.rand(4, 2).softmax(dim=1)
     hyper = build_hyper(IOPHyper, {"beta": 0.5, "objective": "paper"})
     expected = iop_math.consistency_loss(p, noisy) + 0.5 * iop_math.entropy_loss(p)
-    torch.testing.assert_close(test_time_loss(p, noisy, CLASSIFICATION, hyper, start=p), expected)
+    torch.testing.assert_close(test_time_loss(p, noisy, CLASSIFICATION, hyper), expected)
 
 
 def test_whole_objective_equals_the_reference(golden: Golden) -> None:
@@ -200,7 +200,7 @@ def test_whole_objective_equals_the_reference(golden: Golden) -> None:
     p = torch.as_tensor(numbers["tta/logits"]).double().softmax(dim=1)
     noisy = torch.as_tensor(numbers["tta/logits_noisy"]).double().softmax(dim=1)
     loss = test_time_loss(
-        p, noisy, task, build_hyper(IOPHyper, {"objective": "paper", "radius": 10}), start=p
+        p, noisy, task, build_hyper(IOPHyper, {"objective": "paper", "radius": 10})
     )
     assert loss.item() == pytest.approx(
         float(numbers["tta/paper_total_mean_normalised_beta0.01_d10"]), rel=1e-5
@@ -218,8 +218,8 @@ def test_a_sigmoid_output_has_the_loss_of_two_classes() -> None:
         one = torch.cat([1 - p, p], dim=1)
         other = torch.cat([1 - noisy, noisy], dim=1)
         torch.testing.assert_close(
-            test_time_loss(p, noisy, SEGMENTATION, hyper, p),
-            test_time_loss(one, other, softmax, hyper, one),
+            test_time_loss(p, noisy, SEGMENTATION, hyper),
+            test_time_loss(one, other, softmax, hyper),
         )
 
 
@@ -263,8 +263,8 @@ def test_noise_is_in_units_of_the_images_standard_deviation() -> None:
         [torch.rand(1, 32, 32), 100 * torch.rand(1, 32, 32), torch.ones(1, 32, 32)]
     )
     model, _ = routed(route_epochs=0)
-    model._probabilities = model._at_start = lambda images: images  # type: ignore[method-assign]
-    clean, noisy, _ = model._predictions(images, "key")
+    model._probabilities = lambda images: images  # type: ignore[method-assign]
+    clean, noisy = model._predictions(images, "key")
     torch.testing.assert_close(
         (noisy - clean).flatten(1).std(dim=1),
         0.5 * image_spread(images).flatten(),
@@ -273,22 +273,22 @@ def test_noise_is_in_units_of_the_images_standard_deviation() -> None:
     )
 
 
-def costs(objective: str) -> list[float]:
-    """The losses of a useful prediction, of 0.5 everywhere, and of an empty mask."""
+@pytest.mark.parametrize("everywhere", [0.001, 0.5], ids=["empty", "undecided"])
+def test_the_gate_refuses_collapse(everywhere: float) -> None:
+    """Nothing that noise changes has a lower loss than a useful prediction."""
     torch.manual_seed(0)
     useful = torch.full((4, 1, 16, 16), 0.03)
     useful[:, :, 4:9, 4:9] = 0.9
     noisy = (useful + 0.15 * torch.randn_like(useful)).clamp(0.01, 0.99)
-    hyper = build_hyper(IOPHyper, {"objective": objective, "radius": 1})
-    pairs = [(useful, noisy), *((torch.full_like(useful, value),) * 2 for value in (0.5, 0.001))]
-    return [float(test_time_loss(p, q, SEGMENTATION, hyper, start=useful)) for p, q in pairs]
-
-
-def test_the_default_objective_does_not_reward_collapse() -> None:
-    useful, even, empty = costs("paper")
-    assert even < useful and empty < useful, "the printed objective does"
-    useful, even, empty = costs("information")
-    assert useful < even and useful < empty
+    collapsed = torch.full_like(useful, everywhere)
+    hyper = build_hyper(IOPHyper, {"radius": 1})
+    states = []
+    for p, p_noisy in ((useful, noisy), (collapsed, collapsed)):
+        loss = test_time_loss(p, p_noisy, SEGMENTATION, hyper)
+        states.append(summarize_state(SEGMENTATION, [(loss, torch.tensor(0.0), p)]))
+    start, state = states
+    assert state.loss < start.loss
+    assert "mutual information is 0.00 of the start" in gate_refusal(state, start)
 
 
 def test_every_limit_refuses() -> None:

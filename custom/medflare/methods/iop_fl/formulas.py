@@ -286,40 +286,18 @@ def entropy_of(shares: Tensor) -> Tensor:
     return _minus_p_log_p(shares).sum()
 
 
-def divergence(start: Tensor, p: Tensor) -> Tensor:
-    """KL(start || p), summed over classes, mean over pixels and images; without a gradient to
-    `start`.
-
-    Examples:
-        >>> even, certain = torch.tensor([[0.5, 0.5]]), torch.tensor([[1.0, 0.0]])
-        >>> divergence(certain, certain), divergence(certain, even)
-        (tensor(0.), tensor(0.6931))
-    """
-    start = start.detach()
-    least = torch.finfo(p.dtype).eps
-    ratio = start.clamp_min(least).log() - p.clamp_min(least).log()
-    return (start * ratio).sum(dim=1).mean()
-
-
 def information_total(
-    consistency: Tensor,
-    shape: Tensor,
-    information: Tensor,
-    leaving: Tensor,
-    beta: float,
-    anchor: float,
+    consistency: Tensor, shape: Tensor, information: Tensor, beta: float
 ) -> Tensor:
-    """L = L_cons + beta (L_s - I) + anchor KL(start || p): Eq. 10 with the negative mutual
-    information as entropy term.
+    """L = L_cons + beta (L_s - I): Eq. 10 with the negative mutual information as entropy term.
 
-    Eq. 9's entropy is lowest if all pixels have one class; I = H(mean p) - mean H(p) is then 0. The
-    last term limits the drift of uncertain predictions.
+    Eq. 9's entropy is lowest if all pixels have one class; I = H(mean p) - mean H(p) is then 0.
 
     Examples:
-        >>> information_total(*map(torch.tensor, (1.0, 2.0, 0.5, 3.0)), beta=0.1, anchor=0.2)
-        tensor(1.7500)
+        >>> information_total(*map(torch.tensor, (1.0, 2.0, 0.5)), beta=0.1)
+        tensor(1.1500)
     """
-    return consistency + beta * (shape - information) + anchor * leaving
+    return consistency + beta * (shape - information)
 
 
 def agreeing(chosen: Tensor, start: Tensor) -> tuple[int, int]:

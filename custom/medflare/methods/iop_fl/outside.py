@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.optim import Optimizer
 
 from medflare.core.errors import StateError
@@ -32,7 +31,6 @@ from medflare.methods import (
     MODEL,
     Message,
     SiteHyper,
-    StateDict,
     TaskConfig,
     TensorSpec,
     param,
@@ -46,8 +44,6 @@ from medflare.tasks.metrics import foreground
 EXPERTS = TensorSpec("expert", of=lambda plan: plan.sites)  # the sites' personal models
 ROUTER = TensorSpec("router")  # the fitted coefficients of a delivered model
 
-# Weight of the divergence from the start's prediction; at 0 an empty mask has the lowest loss.
-ANCHOR = 0.05
 # Least mutual information of a state, as a fraction of the start's.
 GATE_INFORMATION = 0.8
 # Least agreement (Dice) with the mixture or an expert.
@@ -296,8 +292,6 @@ class RoutedModel(nn.Module):
         self.adaptation: dict[str, Any] = {}
         self._experts = tuple(experts)
         self._mixture = network.adapted_state()
-        # The start, whose prediction the fit does not leave far.
-        self._anchor: StateDict = self._mixture
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (N, C, H, W) to probabilities (N, outputs, ...), in the batches of `adapt`."""
@@ -414,7 +408,6 @@ class RoutedModel(nn.Module):
             base = self._experts.index(expert)
             self.network.prefer(base)
         self.network.set_base(base, running)
-        self._anchor = self.network.adapted_state()
 
     @torch.no_grad()
     def _start_decisions(self, start: Start, batches: Iterable[Tensor]) -> PackedDecisions:
@@ -435,8 +428,8 @@ class RoutedModel(nn.Module):
 
         def results() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             for batch, images in enumerate(batches):
-                clean, noisy, anchor = self._predictions(images, "measure", batch)
-                loss = test_time_loss(clean, noisy, self.task, self.hyper, anchor)
+                clean, noisy = self._predictions(images, "measure", batch)
+                loss = test_time_loss(clean, noisy, self.task, self.hyper)
                 both = (formulas.all_classes(p, self.task.target) for p in (clean, noisy))
                 yield loss, formulas.consistency_loss(*both), clean
 
@@ -445,28 +438,19 @@ class RoutedModel(nn.Module):
     def _step(self, optimizer: Optimizer, images: Tensor, *key: str | int) -> None:
         self.network.train()
         with seeded(self.seed, "dropout", *key):
-            clean, noisy, anchor = self._predictions(images, *key)
+            clean, noisy = self._predictions(images, *key)
         optimizer.zero_grad()
-        test_time_loss(clean, noisy, self.task, self.hyper, anchor).backward()
+        test_time_loss(clean, noisy, self.task, self.hyper).backward()
         optimizer.step()
 
-    @torch.no_grad()
-    def _at_start(self, images: Tensor) -> Tensor:
-        """Probabilities of the start, without dropout."""
-        state = {name: tensor.to(images.device) for name, tensor in self._anchor.items()}
-        self.network.eval()
-        return self.task.probabilities(functional_call(self.network, state, (images,)))
-
-    def _predictions(self, images: Tensor, *key: str | int) -> tuple[Tensor, Tensor, Tensor]:
-        """Probabilities for a batch, for its noisy copy, whose noise `key` seeds, and those of the
-        start.
-        """
+    def _predictions(self, images: Tensor, *key: str | int) -> tuple[Tensor, Tensor]:
+        """Probabilities for a batch and for its noisy copy, whose noise `key` seeds."""
         generator = torch_generator(self.seed, "noise", *key)
         noise = torch.randn(images.shape, generator=generator).to(images)
         clean = self._probabilities(images)
         scale = self.hyper.noise * formulas.image_spread(images)
         noisy = self._probabilities(images + scale * noise)
-        return clean, noisy, self._at_start(images)  # the start is last: it sets evaluation mode
+        return clean, noisy
 
     def report(self) -> dict[str, Any]:
         return self.adaptation
@@ -489,15 +473,12 @@ class RoutedModel(nn.Module):
         return [f"routing uses {used}, although the loss was lower after epoch {lowest}: {reason}"]
 
 
-def test_time_loss(
-    p: Tensor, p_noisy: Tensor, task: TaskConfig, hyper: OutsideHyper, start: Tensor
-) -> Tensor:
+def test_time_loss(p: Tensor, p_noisy: Tensor, task: TaskConfig, hyper: OutsideHyper) -> Tensor:
     """Eq. 10 with the terms and weights of `hyper`, a scalar.
 
     Args:
         p: probabilities (N, outputs, ...) for the images.
         p_noisy: those for their noisy copies.
-        start: those of the start for the images.
     """
     classes = formulas.all_classes(p, task.target)
     zero = p.new_zeros(())
@@ -519,10 +500,7 @@ def test_time_loss(
         return formulas.total_loss(consistency, shape, entropy, hyper.beta)
     if hyper.use_entropy:
         information = formulas.mean_entropy(classes) - entropy
-    divergence = formulas.divergence(formulas.all_classes(start, task.target), classes)
-    return formulas.information_total(
-        consistency, shape, information, divergence, hyper.beta, ANCHOR
-    )
+    return formulas.information_total(consistency, shape, information, hyper.beta)
 
 
 test_time_loss.__test__ = False  # type: ignore[attr-defined]  # not a test, in spite of its name
