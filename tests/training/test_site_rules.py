@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -341,6 +342,28 @@ def test_an_augmentation_does_not_leave_one_patient_alone() -> None:
         noisy.data = site.data
         assert "wider range" in problem(noisy), "noise is no contrast"
         assert not problem(site, minimum=0)
+
+
+def test_a_lead_does_not_know_the_random_numbers_of_the_check() -> None:
+    """Each transform hides none of the images for generators whose seed is a row or a draw."""
+    draws = np.array([np.random.RandomState(row).random_sample(60) for row in range(50)])
+    augment = []
+    for prob in draws.min(axis=0):
+        augment.append({"name": "RandScaleIntensity", "prob": prob * 0.999, "factors": [-1, -1]})
+    assert "wider range" in problem(site_of([0, 1] * 20, replace(TASK, augment=tuple(augment))))
+    once = replace(
+        TASK, augment=({"name": "RandScaleIntensity", "prob": 0.02, "factors": [-1, -1]},)
+    )
+    assert not problem(site_of([0, 1] * 3, once)), "a few hidden images are none of a patient alone"
+
+
+def test_noise_in_the_range_of_an_image_is_no_contrast() -> None:
+    """It stands in place of all images but one; a lead knows it by the seed of its job."""
+    noise = {"name": "RandCoarseDropout", "holes": 1, "spatial_size": [16, 16], "fill_value": None}
+    task = replace(TASK, augment=({**noise, "prob": 0.95},))
+    assert "wider range" in problem(site_of([0, 1] * 20, task))
+    small = replace(TASK, augment=({**noise, "prob": 0.95, "spatial_size": [4, 4]},))
+    assert not problem(site_of([0, 1] * 20, small))
 
 
 def test_an_augmentation_of_patches_is_tried_on_their_size() -> None:

@@ -5,6 +5,7 @@ A lead can choose classes, images and weights so that a model is that of one pat
 the update shows.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -30,6 +31,7 @@ from medflare.training.site import Site
 
 _MOST = 0.9  # of the weight of all training images
 _AUGMENTED = 200  # patients whose images are augmented, to see what is left of them
+_LEAST_DRAWS = 50  # augmented images, of few patients several of each
 _LEAST_CONTRAST = 0.1  # of the patient with the most; 0.99 of the patients of real sites have it
 _LEAST_OF_CHANNEL = 0.01  # the same in one channel; one of a photograph may be saturated
 
@@ -113,7 +115,7 @@ def check_contrast(site: Site, minimum_patients: int) -> None:
     if minimum_patients < 2:
         return
     rows = [*rows_of_patients(site.data.train.patients).values()]
-    of_channels = _contrasts(rows, site.data.train.image)
+    of_channels = _contrasts(rows, lambda row: _deviations(site.data.train.image(row)))
     contrasts = of_channels.amax(dim=1)
     hides = 0 < _contrasted(contrasts) < int(_MOST * len(contrasts))
     # A transform may treat each channel in its own way; patients may lack a channel.
@@ -121,9 +123,12 @@ def check_contrast(site: Site, minimum_patients: int) -> None:
         hides |= 0 < _contrasted(channel, _LEAST_OF_CHANNEL) < _most_of(minimum_patients)
     if site.task.augment:
         step = math.ceil(len(rows) / _AUGMENTED)
-        augmented = _contrasts(rows[::step], partial(_augmented, site)).amax(dim=1)
+        chosen = rows[::step]
+        draws = math.ceil(_LEAST_DRAWS / len(chosen))
+        of_draws = [_contrasts(chosen, partial(_left, site, draw)) for draw in range(draws)]
+        augmented = torch.cat(of_draws).amax(dim=1)
         # Chance decides in training anew: what hides some here may hide all but one there.
-        hides |= _contrasted(augmented) < _MOST * _contrasted(contrasts[::step])
+        hides |= _contrasted(augmented) < _MOST * draws * _contrasted(contrasts[::step])
     if hides:
         raise ConfigError(
             f"site {site.name} does not train, and sends no model: the task's intensity "
@@ -133,24 +138,36 @@ def check_contrast(site: Site, minimum_patients: int) -> None:
         )
 
 
-def _augmented(site: Site, row: int) -> Tensor:
-    """What the task's augmentation leaves of a training image, in the size of the network's input:
-    the difference to a plain one with the same random numbers, so that noise is no contrast.
+def _left(site: Site, draw: int, row: int) -> Tensor:
+    """The contrasts that the task's augmentation leaves of a training image, in the size of the
+    network's input: of the difference to a plain copy and to one of shuffled pixels, with the same
+    random numbers, so that noise is no contrast, even if it has the image's range.
     """
     image, target = site.data.train[row]
     size = site.task.size
     if image.shape[1:] != size:  # the augmentation is made for patches
         image = resized(image[None], size)[0]
         target = target.new_zeros((*target.shape[: -len(size)], *size))
-    plain = torch.zeros_like(image) + image.mean()
+    order = torch.from_numpy(_secret_numbers(site, image, draw).permutation(math.prod(size)))
+    shuffled = image.flatten(1)[:, order].reshape(image.shape)
     results = []
-    for picture in (image, plain):
+    for picture in (image, torch.zeros_like(image) + image.mean(), shuffled):
         batch = Batch(picture[None], target[None], torch.tensor([row]))
-        results.append(site.augmented(batch, np.random.RandomState(row)).images[0])
-    return results[0] - results[1]
+        results.append(site.augmented(batch, _secret_numbers(site, image, draw)).images[0])
+    augmented, *copies = results
+    return torch.stack([_deviations(augmented - copy) for copy in copies]).amin(dim=0)
 
 
-def _contrasts(rows: Sequence[Sequence[int]], image_of: Callable[[int], Tensor]) -> Tensor:
+def _secret_numbers(site: Site, image: Tensor, draw: int) -> np.random.RandomState:
+    """Random numbers that follow from the image's pixels: a lead that knew them would choose
+    transforms which hide no image here. By the task, too: another task's answer tells nothing.
+    """
+    digest = hashlib.blake2b(image.cpu().numpy().tobytes(), digest_size=4)
+    digest.update(f"{site.task.fingerprint()} {draw}".encode())
+    return np.random.RandomState(int.from_bytes(digest.digest(), "big"))
+
+
+def _contrasts(rows: Sequence[Sequence[int]], contrast_of: Callable[[int], Tensor]) -> Tensor:
     """The standard deviations (patients, channels) of the patients' images, as the network gets
     them.
 
@@ -159,13 +176,14 @@ def _contrasts(rows: Sequence[Sequence[int]], image_of: Callable[[int], Tensor])
 
     Args:
         rows: of the images of each patient.
+        contrast_of: the standard deviations (channels,) of a row.
     """
-    middle = [_deviations(image_of(of_patient[len(of_patient) // 2])) for of_patient in rows]
+    middle = [contrast_of(of_patient[len(of_patient) // 2]) for of_patient in rows]
     deviations = torch.stack(middle)
     if not deviations.any():
         largest = []
         for of_patient in rows:
-            of_images = [_deviations(image_of(row)) for row in of_patient]
+            of_images = [contrast_of(row) for row in of_patient]
             largest.append(torch.stack(of_images).amax(dim=0))
         deviations = torch.stack(largest)
     return deviations
