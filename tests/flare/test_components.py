@@ -351,9 +351,12 @@ def test_a_list_that_cannot_be_read_lets_nothing_be_built(party: Path) -> None:
 def test_in_a_container_what_is_kept_lies_in_the_jobs_folder(
     party: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It alone is mounted there: a site's own files and the audit log would be lost anywhere else."""
+    """It alone outlives the job: a site's own files and the audit log would be lost anywhere else."""
     run = party / "4711"
     assert private_folder(run) == find_private_folder(run) == party / "medflare" / "4711"
+    with monkeypatch.context() as pod:
+        pod.setenv("NVFL_WORKSPACE_OWNER_FQCN", "site-1")
+        assert private_folder(run) == run / "medflare", "a pod gives back this folder alone"
     monkeypatch.setattr(Path, "is_mount", lambda path: path == run)
     assert private_folder(run) == run / "medflare"
     assert (

@@ -22,6 +22,7 @@ from helpers.small_tasks import small_task
 from medflare.core import extensions
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
+from medflare.data.local import private_folder
 from medflare.evaluation.results import load_results
 from medflare.federation import data_record
 from medflare.federation.protocol import ENROL
@@ -119,6 +120,33 @@ def test_the_sites_own_settings_reach_its_participant(tmp_path: Path) -> None:
     spec = ParticipantSpec("clinic", "fedavg", "", 0, place.task_file, local, tmp_path / "job")
     participant = spec.participant(lambda: False)
     assert (participant.local.minimum_patients, participant.local.keep) == (5, "personal")
+
+
+def test_in_containers_jobs_are_counted_in_a_folder_that_outlives_them(
+    tmp_path: Path, make_site: SiteOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod in Kubernetes has a copy of local/, which ends with it; in Docker it is read-only."""
+    monkeypatch.setenv("NVFL_WORKSPACE_OWNER_FQCN", "A")
+    task_file = tmp_path / "task.json"
+    task_file.write_text(json.dumps(small_task().to_dict()))
+    make_site()
+
+    def enrol(job: str, **settings: str) -> None:
+        local = tmp_path / job / "local" / "medflare.json"
+        local.parent.mkdir(parents=True)
+        mine = {"minimum_patients": 3, "data_root": str(tmp_path / "A"), **settings}
+        local.write_text(json.dumps(mine))
+        folder = private_folder(tmp_path / job / job)
+        spec = ParticipantSpec("A", "fedavg", "", 0, task_file, local, folder)
+        asked = Message({}, {"role": "inside", "sites": ["A", "B"], "seed": 0.0})
+        spec.participant(lambda: False).answer(ENROL, 0, asked)
+
+    with pytest.raises(ConfigError, match="name it as records"):
+        enrol("first")
+    for job in ("second", "third"):
+        enrol(job, records=str(tmp_path / "records"))
+    selection = json.loads(next(tmp_path.glob("records/*/selection.json")).read_text())
+    assert selection["job"] == "second"
 
 
 def enrolled(root: Path, number: int, seed: int = 0, **settings: Any) -> Message:

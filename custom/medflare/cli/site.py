@@ -172,9 +172,9 @@ def job_states(kit: Kit) -> list[JobState]:
 
 
 def _job_state(kit: Kit, folder: Path, refused: Iterable[str]) -> JobState:
-    from medflare.data.local import FOLDER, OUTBOUND, PROGRESS, private_folder
+    from medflare.data.local import FOLDER, OUTBOUND, PROGRESS, find_private_folder
 
-    private = private_folder(folder) if kit.kind == "site" else folder / FOLDER
+    private = find_private_folder(folder) if kit.kind == "site" else folder / FOLDER
     progress = _read_json(private / PROGRESS)
     outbound = private / OUTBOUND
     rows = []

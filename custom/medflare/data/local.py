@@ -38,6 +38,7 @@ CACHE = "medflare-cache"  # folder beside local/: decoded images, for all jobs o
 OUTBOUND = "outbound.csv"  # in the site's folder of the job: what left, entry by entry
 PROGRESS = "status.json"  # in the same folder: the current step, or the last one
 _CACHE_VARIABLE = "MEDFLARE_CACHE"
+_POD_VARIABLE = "NVFL_WORKSPACE_OWNER_FQCN"  # set by FLARE in a job's pod in Kubernetes
 DEVICE_VARIABLE = "MEDFLARE_DEVICE"
 DATA_FOLDERS_VARIABLE = "MEDFLARE_DATA_FOLDERS"  # separated as in PATH
 
@@ -49,12 +50,18 @@ def private_folder(run_folder: Path) -> Path:
     """A party's own files of a job, for example site-1/medflare/4711: outside the job's folder,
     which FLARE gives to the job's components.
 
-    In a job's container only the job's folder is mounted and outlives the job; there the files are
-    in that folder.
+    In a job's container only the job's folder outlives the job; there the files are in that folder.
     """
-    if run_folder.is_mount():
+    if in_container(run_folder):
         return run_folder / FOLDER
     return run_folder.parent / FOLDER / run_folder.name
+
+
+def in_container(run_folder: Path) -> bool:
+    """Whether a job's process has a container of its own: in Docker the job's folder is mounted, in
+    Kubernetes a pod has a copy of the workspace, and gives back the job's folder alone.
+    """
+    return run_folder.is_mount() or _POD_VARIABLE in os.environ
 
 
 def find_private_folder(run_folder: Path) -> Path:
@@ -241,6 +248,9 @@ class LocalSettings:
     # installed, whose networks and methods a job may name
     packages: Annotated[tuple[str, ...], AfterValidator(_importable)] = ()
     privacy: Annotated[PrivacyLimit | None, nested(PrivacyLimit)] = None
+    # folder of what is counted over all jobs, where these run in containers; "" for privacy/ beside
+    # this file
+    records: str = ""
     # whether the site's personal model may leave it, to be tested at the other sites (`cross_site`
     # of a run)
     share_model: bool = False

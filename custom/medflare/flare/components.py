@@ -42,7 +42,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.extensions import extension_module, trust
 from medflare.core.packages import trust_refusal
 from medflare.core.text import Json, JsonDict, read_json
-from medflare.data.local import LOCAL_FILE, LocalSettings, local_settings, read_local
+from medflare.data.local import LOCAL_FILE, LocalSettings, in_container, local_settings, read_local
 from medflare.flare.flare_patches import parse_json_only, search_kits_only
 from medflare.flare.names import BUILT, REFUSED, TASK_FILE
 from medflare.flare.other_parties import protect_from_other_parties
@@ -376,10 +376,10 @@ def _allow_list(workspace: Workspace) -> list[str]:
 def _audit(workspace: Workspace, name: str, job: str, action: str, text: str) -> None:
     """Write a line to the party's audit.log.
 
-    In a container it is the one in the job's folder, which alone is mounted there.
+    In a container it is the one in the job's folder, which alone outlives the job.
     """
-    in_container = Path(workspace.get_run_dir(job)).is_mount()
-    auditor = Auditor(workspace.get_audit_file_path(job if in_container else None))
+    has_container = in_container(Path(workspace.get_run_dir(job)))
+    auditor = Auditor(workspace.get_audit_file_path(job if has_container else None))
     auditor.add_event(user=name, action=action, ref=job, msg=text)
     auditor.close()
 

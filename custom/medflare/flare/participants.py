@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError, MedflareError
-from medflare.data.local import CACHE, local_settings, read_local
+from medflare.data.local import CACHE, FOLDER, PLACE, local_settings, read_local
 from medflare.flare.components import foreign_method_module
 
 if TYPE_CHECKING:
@@ -65,6 +65,10 @@ class ParticipantSpec:
     def state_folder(self) -> Path:
         """Where the participant's state is stored between tasks."""
         return self.folder / _STATE
+
+    @property
+    def _in_container(self) -> bool:
+        return self.folder.name == FOLDER  # see `private_folder`
 
     def participant(self, aborted: Callable[[], bool], *, shares: bool = False) -> "Participant":
         """The site's participant; it reads its data when the first task needs them.
@@ -114,8 +118,16 @@ class ParticipantSpec:
                     _log.info("%s: %s", self.name, note)
             return site
 
-        records = self.local_file.with_name(_LEDGER)
         keeps_record = local.minimum_patients > 1 or local.privacy is not None
+        records = self.local_file.with_name(_LEDGER)
+        if local.records:
+            records = Path(local.records).expanduser()
+        elif keeps_record and self._in_container:
+            raise ConfigError(
+                f"site {self.name} runs jobs in containers, which keep nothing of what is counted "
+                f"over all jobs; mount a folder for it that jobs may write, and name it as records "
+                f"in its {PLACE}"
+            )
 
         def record() -> DataRecord | None:
             root = resolve_data_root(self.name, task, local.data_root)
@@ -124,7 +136,7 @@ class ParticipantSpec:
             return DataRecord(
                 folder=record_folder(records, root),
                 data=root,
-                job=self.folder.name,
+                job=self.folder.parent.name if self._in_container else self.folder.name,
                 most_evaluations=local.bounds.evaluations,
                 most_validations=local.bounds.validations,
                 private=local.privacy is not None,
