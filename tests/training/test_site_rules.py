@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from medflare.data.loading import SiteData, Split
 from medflare.data.local import Bounds, LocalSettings
 from medflare.federation.participant import Participant
 from medflare.methods.catalogue import get_method
+from medflare.privacy.ledger import Budget
 from medflare.tasks import optimizers
 from medflare.tasks.config import Sampling, TaskConfig, load_task, presets
 from medflare.tasks.loss_weights import loss_weights
@@ -401,6 +403,31 @@ def test_a_job_has_as_many_inside_sites_as_the_site_demands(
     sites: tuple[str, ...], refused: bool
 ) -> None:
     assert ("inside_sites" in problem(site_of([0] * 20), sites=sites, inside_sites=2)) == refused
+
+
+def test_noise_of_dp_sgd_does_not_replace_the_check_unless_the_site_bounds_it(
+    tmp_path: Path,
+) -> None:
+    """A lead chooses the noise, which may be next to none."""
+    pytest.importorskip("opacus", reason="needs medflare[privacy]")
+    site = site_of([0, 1] * 20)
+    assert isinstance(site.data.train.images, torch.Tensor)
+    site.data.train.images[1:] = 0
+    asked = Message({}, {"role": "inside", "sites": ["A", "B"]})
+    for budget in (None, Budget(8, 1e-5, tmp_path, "A")):
+        participant = Participant(
+            "A",
+            lambda role: site,
+            get_method("fedavg"),
+            {"dp_noise": 1e-9},
+            local=LocalSettings(minimum_patients=5),
+            budget=budget,
+        )
+        if budget is None:
+            with pytest.raises(ConfigError, match="wider range"):
+                participant.answer("enrol", 0, asked)
+        else:
+            assert participant.answer("enrol", 0, asked).meta["n"]["train"] == 40
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedsm", "ditto"])

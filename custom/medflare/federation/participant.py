@@ -265,7 +265,7 @@ class Participant:
             if record is not None:
                 record.note_refusal()
             raise
-        if not self._private:  # DP-SGD protects a single patient of whom a model would be
+        if self._account.budget is None:  # it protects a single patient of whom a model would be
             check_contrast(site, self._minimum)
 
     def _note_evaluations(
