@@ -316,6 +316,13 @@ def test_names_are_escaped(record: RunRecord, history: History) -> None:
     assert "<script" not in render_report(build_results(named), history)
 
 
+@pytest.mark.parametrize("name", [r"$\frac$", "a $b$ c", "$x_$"])
+def test_a_name_with_dollars_is_no_formula(name: str) -> None:
+    """matplotlib would fail on some, and no page be written."""
+    panel = figures.Panel("curves", {name: [(0, 0), (1, 1)]}, "round")
+    assert name in text_of(figures.line_panels([panel], "curves"))
+
+
 def text_of(svg: str | None) -> str:
     assert svg is not None and "currentColor" in svg and figures.INK not in svg
     return "".join(ElementTree.fromstring(f"<div>{svg}</div>").itertext())

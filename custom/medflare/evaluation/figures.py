@@ -94,6 +94,7 @@ class Drawing:
             ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
         )
         plain = {"font.size": 10, "axes.facecolor": "none", "path.simplify": True}
+        plain["text.parse_math"] = False  # names from other parties may hold $
         with rc_context({**ink, **plain, **style}):
             figure = Figure(figsize=(self.width, self.height))
             self.draw(figure)
