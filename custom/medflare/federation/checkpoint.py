@@ -12,6 +12,7 @@ from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.specs import TensorSpec
 from medflare.core.store import StateStore
+from medflare.core.text import JsonDict
 from medflare.federation.outcome import SiteCost
 from medflare.federation.schedule import Federation
 
@@ -32,7 +33,7 @@ class Checkpoint:
     """
 
     folder: Path | None
-    plan: dict[str, Any]
+    plan: JsonDict
     versions: dict[str, str] = field(default_factory=dict)
 
     def save(self, finished: int, federation: Federation) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from medflare.core.errors import ConfigError
 from medflare.core.store import csv_text, file_digest, locked, write_atomically, write_json
-from medflare.core.text import Json
+from medflare.core.text import Json, JsonDict
 from medflare.data.datalist import FILE, SPLITS
 from medflare.data.decoding import reading_settings
 from medflare.data.local import PLACE, Bounds
@@ -245,7 +245,7 @@ def used_images_digest(site: Site) -> str:
     do not matter.
     """
     task = site.task
-    content: dict[str, Any] = {"kind": task.kind, "target": task.target}
+    content: JsonDict = {"kind": task.kind, "target": task.target}
     for name in SPLITS:
         split = site.data.split(name)
         files = [_SLICE.sub("", image) for image in split.names]

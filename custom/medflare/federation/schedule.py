@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from medflare.adaptation.registry import LABEL_SHIFT, NONE
 from medflare.core.errors import FederationFailed
@@ -18,7 +17,7 @@ from medflare.core.events import EventLog
 from medflare.core.message import Message, Messages
 from medflare.core.rng import numpy_generator
 from medflare.core.states import StateDict
-from medflare.core.text import Json
+from medflare.core.text import Json, JsonDict
 from medflare.evaluation.findings import kinds_of_training
 from medflare.federation.enrolment import (
     Enrolment,
@@ -372,7 +371,7 @@ class Federation:
                 message[TEST_PERSONAL] = True
         return outgoing
 
-    def _so_far(self) -> dict[str, Any]:
+    def _so_far(self) -> JsonDict:
         """What the findings of a training need of results.json."""
         return {
             "sites": {},

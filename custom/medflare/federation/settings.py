@@ -3,12 +3,12 @@ results.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
 from medflare.core.settings import checked, strict_dataclass
+from medflare.core.text import Json, JsonDict
 
 ENROL = "enrol"
 FINALIZE = "finalize"
@@ -94,7 +94,7 @@ class RunSettings(Rules):
     heartbeat_timeout: Seconds = 120.0
     resume: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """JSON values by name."""
         values = {name: getattr(self, name) for name in RUN_SETTINGS}
         values["outside"] = list(self.outside)
@@ -107,7 +107,7 @@ RULES = tuple(field.name for field in dataclasses.fields(Rules))
 RUN_SETTINGS = ("rounds", "seed", "outside", *RULES, *WAITS, "resume")
 
 
-def run_settings(values: Mapping[str, Any]) -> RunSettings:
+def run_settings(values: Json) -> RunSettings:
     """The checked settings of a run from JSON values.
 
     Raises:

@@ -26,6 +26,7 @@ from nvflare.widgets.info_collector import InfoCollector
 
 from medflare.core.errors import Aborted, ConfigError, MedflareError, StepFailed
 from medflare.core.events import EventLog
+from medflare.core.text import JsonDict
 from medflare.core.threads import limit_spinning
 from medflare.data.local import FOLDER
 from medflare.federation.settings import RUN_SETTINGS, RunSettings, run_settings
@@ -239,7 +240,7 @@ class MedflareController(Controller):
             events=self._events,
         )
 
-    def _refused(self, error: Exception, fl_ctx: FLContext) -> dict[str, Any]:
+    def _refused(self, error: Exception, fl_ctx: FLContext) -> JsonDict:
         """Write and return the results of a job that cannot become a run; they say why.
 
         Any setting of the job may be wrong.

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nvflare.apis.event_type import EventType
 from nvflare.apis.executor import Executor
@@ -27,6 +27,7 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from medflare.core.errors import ERRORS, Aborted, MedflareError
+from medflare.core.text import JsonDict
 from medflare.data.local import LOCAL_FILE, find_private_folder, private_folder
 from medflare.flare.components import authorize, refuse_result_filters, task_content
 from medflare.flare.flare_patches import share_cleanup_thread
@@ -71,7 +72,7 @@ class MedflareExecutor(Executor):
     default_method = ""
 
     seed: int
-    hyper: dict[str, Any] | None = None
+    hyper: JsonDict | None = None
     method: str = ""
     server_algorithm: str = ""
     resume: str = ""

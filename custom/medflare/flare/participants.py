@@ -8,15 +8,16 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError, MedflareError
+from medflare.core.text import Json
 from medflare.data.local import CACHE, FOLDER, PLACE, local_settings, read_local
 from medflare.flare.components import foreign_method_module
 
@@ -57,7 +58,7 @@ class ParticipantSpec:
     task_file: Path
     local_file: Path
     folder: Path
-    hyper: Mapping[str, Any] = field(default_factory=dict)
+    hyper: Json = field(default_factory=dict)
     resumed: Path | None = None
     trusted: Sequence[str] = ()
 

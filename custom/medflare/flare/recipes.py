@@ -12,7 +12,7 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from nvflare.recipe.spec import ExecEnv, Recipe
 
 from medflare.core.errors import ConfigError, FederationFailed
 from medflare.core.settings import checked
-from medflare.core.text import printable
+from medflare.core.text import Json, printable
 from medflare.flare.jobs.building import JOB_SETTINGS, FederationJob, JobSettings
 from medflare.flare.names import NO_TABLE
 from medflare.tasks.config import TaskConfig, load_task
@@ -50,7 +50,7 @@ class MedflareRecipe(Recipe):
     def __init__(
         self,
         *,
-        task: TaskConfig | str | Path | Mapping[str, Any] = "phantom",
+        task: TaskConfig | str | Path | Json = "phantom",
         rounds: int | None = None,
         num_rounds: int | None = None,
         method: str = "",

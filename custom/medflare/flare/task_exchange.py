@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
 from nvflare.apis.fl_context import FLContext
@@ -21,7 +20,7 @@ from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from medflare.core.errors import Aborted, ConfigError, UpdateError
 from medflare.core.message import Message
-from medflare.core.text import Say
+from medflare.core.text import JsonDict, Say
 from medflare.federation.exchange import Answer, Answers
 from medflare.federation.settings import (
     BUILTIN_PHASES,
@@ -160,7 +159,7 @@ class TaskExchange:
             )
             self._waiting.discard(site)
 
-    def waiting(self) -> dict[str, Any]:
+    def waiting(self) -> JsonDict:
         """The current step and the sites that have not replied; {} before the first step.
 
         The items are `phase`, `round`, `silent` (site -> seconds of silence) and

@@ -5,12 +5,11 @@ The progress is lines for the job's log and FLARE's job statistics.
 
 import threading
 from collections import deque
-from typing import Any
 
 from nvflare.apis.fl_component import FLComponent
 
 from medflare.core.events import Event, EventLog
-from medflare.core.text import Say
+from medflare.core.text import JsonDict, Say
 
 GROUP = "medflare"  # in FLARE's statistics of the job
 MLFLOW = "mlflow"  # id of the component `MLflowTracker`
@@ -48,7 +47,7 @@ class Progress:
             for event in new:
                 self._add(event_line(event), NOTED)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """The last lines as `lines`."""
         with self._lock:
             self.take_events()

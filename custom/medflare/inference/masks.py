@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from medflare.core.errors import DataError
 from medflare.core.store import write_atomically
+from medflare.core.text import JsonDict
 from medflare.data.geometry import Grid, apply_turn, restore_grid
 from medflare.data.reading import NIFTI, SLICES, is_dicom, series_grid, suffix
 from medflare.data.targets import stored_values
@@ -84,14 +84,14 @@ def label_masks(mask: np.ndarray, task: TaskConfig) -> dict[str, np.ndarray]:
     return masks
 
 
-def sizes(mask: np.ndarray, task: TaskConfig, grid: Grid | None = None) -> dict[str, Any]:
+def sizes(mask: np.ndarray, task: TaskConfig, grid: Grid | None = None) -> JsonDict:
     """Columns of the table: pixels of every label.
 
     Of a volume voxels, and millilitres if its spacing is known.
     """
     counts = {label: int(pixels.sum()) for label, pixels in label_masks(mask, task).items()}
     unit = "voxels" if grid else "pixels"
-    columns: dict[str, Any] = {f"{unit}_{label}": count for label, count in counts.items()}
+    columns: JsonDict = {f"{unit}_{label}": count for label, count in counts.items()}
     if grid and grid.voxel_volume is not None:
         for label, count in counts.items():
             columns[f"ml_{label}"] = f"{count * grid.voxel_volume / 1000:.6g}"

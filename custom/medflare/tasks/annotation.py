@@ -1,6 +1,6 @@
 """Sites that annotated only some of a task's structures: their losses and metrics."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError
+from medflare.core.text import Json, JsonDict
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 
@@ -123,7 +124,7 @@ class Annotation:
         """The annotated ones of masks (N, structures, ...), see `tasks.metrics.structures`."""
         return masks if self.complete else masks[:, self._columns]
 
-    def loss(self, spec: Mapping[str, Any] | None = None) -> nn.Module:
+    def loss(self, spec: Json | None = None) -> nn.Module:
         """The loss by `spec` (default: the task's) of a site with these annotations; class weights
         are those of the remaining classes.
         """
@@ -165,7 +166,7 @@ class _Marginal(nn.Module):
         return self._scale * value
 
 
-def _for_outputs(spec: dict[str, Any], annotation: Annotation) -> dict[str, Any]:
+def _for_outputs(spec: JsonDict, annotation: Annotation) -> JsonDict:
     """The arguments of a loss with the weights and distances of the remaining classes only."""
     classes = annotation.task.outputs
     is_multiclass = annotation.task.target == "multiclass"

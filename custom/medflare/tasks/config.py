@@ -54,7 +54,7 @@ def draws_images(embedded: str) -> bool:
     return embedded.startswith("mechanisms/")
 
 
-_FROM_8_BIT: dict[str, Any] = {
+_FROM_8_BIT: JsonDict = {
     "name": "ScaleIntensityRange",
     "a_min": 0,
     "a_max": 255,

@@ -16,6 +16,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.extensions import Extensions, trusted
 from medflare.core.packages import installed, trust_refusal
 from medflare.core.settings import unknown
+from medflare.core.text import Json
 from medflare.tasks.class_metrics import (
     accuracy,
     auc,
@@ -366,7 +367,7 @@ def _examples(metric: Metric) -> Iterator[tuple[Any, tuple[int, ...]]]:
 
 _CLASSES = 10  # of the example with exclusive classes
 # Settings of the task for which a metric of masks is tried.
-_EXAMPLE: Mapping[str, Any] = {
+_EXAMPLE: Json = {
     "name": "example",
     "kind": "segmentation",
     "target": "binary",

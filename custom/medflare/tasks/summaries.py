@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from medflare.core.rng import numpy_generator
+from medflare.core.text import Json
 from medflare.tasks.class_metrics import Array, Bools, Floats, by_class, of_outputs
 from medflare.tasks.classes import ROUNDED, Cases, class_report, has_interval, rounded
 from medflare.tasks.config import TaskConfig
@@ -40,7 +41,7 @@ class Summary:
     by_label: Mapping[str, Values] = field(default_factory=dict)
     # Structure or class, or `ALL` -> metric -> 95 % interval; no entry where it is undefined.
     intervals: Mapping[str, Mapping[str, Interval]] = field(default_factory=dict)
-    classes: Mapping[str, Any] = field(default_factory=dict)  # see `class_report`
+    classes: Json = field(default_factory=dict)  # see `class_report`
 
 
 def summarize(metrics: Values, cases: Cases, task: TaskConfig) -> Summary:
