@@ -65,15 +65,19 @@ def check_run(method: Method, task: TaskConfig, hyper: Json, settings: RunSettin
     if method.trains:
         plan = method.plan(task, _SITES, hyper)
         try:
-            problem = _dry_run(method, plan, rounds or 1, outside, settings.adapt)
+            _dry_run(method, plan, rounds or 1, outside, settings.adapt)
+        except _Mismatch as problem:
+            raise ConfigError(f"{_names(method)}: {problem}") from None
         except MedflareError:
             raise
         except Exception as error:
             reason = described(error, method.site_class, method.server_class)
             text = f"{_names(method)} fails in the dry run with zeros: {reason}"
             raise ConfigError(text) from error
-        if problem:
-            raise ConfigError(f"{_names(method)}: {problem}")
+
+
+class _Mismatch(Exception):
+    """What goes wrong in a dry run, in words that follow the method's name."""
 
 
 def _names(method: Method) -> str:
@@ -84,12 +88,8 @@ def _names(method: Method) -> str:
     return f"the site algorithm of {of_site!r} does not match the server algorithm of {of_server!r}"
 
 
-def _dry_run(
-    method: Method, plan: Plan, rounds: int, outside: Sequence[str], adapt: str
-) -> str | None:
-    """What goes wrong in the first step of each phase if all replies are zeros, in words, or
-    None.
-    """
+def _dry_run(method: Method, plan: Plan, rounds: int, outside: Sequence[str], adapt: str) -> None:
+    """The first step of each phase with replies of zeros; _Mismatch if one is not possible."""
     phases = method.site_class.phases
     context = ServerContext(plan, 0, rounds, tuple(outside), phases=phases)
     server = method.make_server(context)
@@ -100,42 +100,32 @@ def _dry_run(
         first_steps.setdefault(step.phase, step)
     for step in first_steps.values():
         if step.phase not in phases:
-            return f"the site has no phase {step.phase!r}"
-        problem = _step_problem(server, step, phases[step.phase], plan)
-        if problem:
-            return problem
+            raise _Mismatch(f"the site has no phase {step.phase!r}")
+        try:
+            for site in _SITES:
+                request = server.configure(step, site)
+                _check_request(phases[step.phase], plan, request, f"for {step.phase!r}")
+            _check_aggregation(server, step, phases[step.phase], plan)
+        except ConfigError as error:
+            raise _Mismatch(str(error)) from error
     final = phases.get(FINALIZE, Phase(FINALIZE))
     for site in (*_SITES, *outside):
-        problem = _request_problem(final, plan, server.configure_final(site))
-        if problem:
-            return f"the server's message with the final models: {problem}"
+        _check_request(final, plan, server.configure_final(site), "with the final models")
     last = [server.configure_final(site) for site in (_SITES[0], *outside[:1])]
-    return _role_problem(method, plan, last, adapt)
+    _check_roles(method, plan, last, adapt)
 
 
-def _request_problem(phase: Phase, plan: Plan, request: Any) -> str | None:
-    """Why the server's message is not as its phase declares it, in words, or None."""
-    if not isinstance(request, Message):
-        return f"it is a {type(request).__name__}; return a Message"
-    return request_problem(phase, plan, request)
+def _check_request(phase: Phase, plan: Plan, request: Any, what: str) -> None:
+    """The server's message has to be as its phase declares it."""
+    problem: str | None = f"it is a {type(request).__name__}; return a Message"
+    if isinstance(request, Message):
+        problem = request_problem(phase, plan, request)
+    if problem:
+        raise _Mismatch(f"the server's message {what}: {problem}")
 
 
-def _step_problem(server: ServerAlgorithm, step: Step, phase: Phase, plan: Plan) -> str | None:
-    """Why a step with replies of zeros is not possible, in words, or None."""
-    try:
-        for site in _SITES:
-            problem = _request_problem(phase, plan, server.configure(step, site))
-            if problem:
-                return f"the server's message for {phase.name!r}: {problem}"
-        return _aggregation_problem(server, step, phase, plan)
-    except ConfigError as error:
-        return str(error)
-
-
-def _aggregation_problem(
-    server: ServerAlgorithm, step: Step, phase: Phase, plan: Plan
-) -> str | None:
-    """Why the server cannot process replies of zeros, in words, or None."""
+def _check_aggregation(server: ServerAlgorithm, step: Step, phase: Phase, plan: Plan) -> None:
+    """The server has to process replies of zeros."""
     before = {entry: set(state) for entry, state in server.state().states.items()}
     try:
         server.aggregate(step, {name: _zeros(phase, plan) for name in _SITES})
@@ -146,18 +136,19 @@ def _aggregation_problem(
             frame, _ = list(walk_tb(missing.__traceback__))[-1]
             if frame.f_code is not Message.__getitem__.__code__:
                 raise
-            return (
+            raise _Mismatch(
                 f"the server needs {name!r}, which the site's reply to {phase.name!r} does not hold"
-            )
+            ) from missing
     for entry, state in server.state().states.items():
         lost = before.get(entry, set()) - state.keys()
         if lost:
-            return f"the server's work on {phase.name!r} loses {min(lost)!r} of its {entry!r}"
-    return None
+            raise _Mismatch(
+                f"the server's work on {phase.name!r} loses {min(lost)!r} of its {entry!r}"
+            )
 
 
-def _role_problem(method: Method, plan: Plan, last: Sequence[Message], adapt: str) -> str | None:
-    """Why a site that never trained would have no model to deploy or to adapt, in words, or None.
+def _check_roles(method: Method, plan: Plan, last: Sequence[Message], adapt: str) -> None:
+    """A site that never trained has to have a model to deploy and to adapt.
 
     `last`: the messages with the final models of an inside and of an outside site, if there is one.
     """
@@ -167,17 +158,16 @@ def _role_problem(method: Method, plan: Plan, last: Sequence[Message], adapt: st
     models: Any = method.make_site(site, plan).finalize(last[0])
     if not isinstance(models, dict):
         kind = type(models).__name__
-        return f"its finalize returns a {kind}; return a dict of role to Message"
+        raise _Mismatch(f"its finalize returns a {kind}; return a dict of role to Message")
     if "deployed" in method.roles and "deployed" not in models:
-        return f"its finalize makes no model 'deployed', it makes {', '.join(models) or 'none'}"
+        made = ", ".join(models) or "none"
+        raise _Mismatch(f"its finalize makes no model 'deployed', it makes {made}")
     problem = method.role_problem(models)
     if problem:
-        return f"its {problem}"
-    if adapt == ROUTING and any(map(holds_experts, last)):
-        return None
-    if adapt != NONE and "deployed" in models:
+        raise _Mismatch(f"its {problem}")
+    is_routed = adapt == ROUTING and any(map(holds_experts, last))
+    if adapt != NONE and "deployed" in models and not is_routed:
         build_deployed(task, with_adaptation(models["deployed"], adapt))
-    return None
 
 
 def _image(task: TaskConfig) -> Split:
