@@ -44,8 +44,6 @@ from medflare.tasks.config import TaskConfig
 
 MODELS_FOLDER = "models"
 SITES_FOLDER = "sites"  # folder of the sites' folders, in the plain loop
-# Metadata of a site's final evaluation that results.json has, too.
-_EVALUATION = ("metrics", "reports", "privacy", "classes", "by_label", "intervals", "constant")
 
 
 @dataclass
@@ -266,9 +264,9 @@ class Run:
     def _site_record(self, site: str) -> SiteRecord:
         role = "outside" if site in self.settings.outside else "inside"
         counts = self.outcome.enrolled.get(site, {}).get("n", {})
+        # Of `protocol.FINAL_REPLY_META`.
         meta = self.outcome.final_metadata.get(site, {})
-        parts = {name: meta[name] for name in _EVALUATION if name in meta}
-        return SiteRecord(role, counts, **parts)
+        return SiteRecord(role, **{"n": counts, **meta})
 
     def _record(self, reason: str) -> RunRecord:
         """The record of the run so far; `reason` why it failed."""
