@@ -11,7 +11,6 @@ from medflare.core.hyper import param
 from medflare.core.settings import (
     STRICT,
     checked,
-    nested,
     no_such,
     one_of,
     refuse_arguments,
@@ -20,7 +19,7 @@ from medflare.core.settings import (
 )
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class Limit:
     epsilon: Annotated[float, Field(gt=0)]
     delta: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -39,7 +38,7 @@ class Settings:
     values: dict[str, list[int]] = field(default_factory=dict)
     files: str | Annotated[tuple[str, ...], Field(min_length=1)] = ""
     place: Annotated[tuple[int, int], takes("[row, column]")] = (0, 0)
-    limit: Annotated[Limit | None, nested(Limit)] = None
+    limit: Limit | None = None
 
 
 def made(**values: Any) -> Settings:

@@ -8,8 +8,16 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, ValidationError, WrapValidator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationError,
+    WrapValidator,
+)
 from pydantic.dataclasses import dataclass
+from pydantic_core import CoreSchema
+from pydantic_core.core_schema import no_info_before_validator_function
 from typing_extensions import dataclass_transform
 
 from medflare.core.errors import ConfigError, MedflareError
@@ -24,14 +32,26 @@ S = TypeVar("S")
 
 @dataclass_transform(frozen_default=True)
 def strict_dataclass(cls: type[S]) -> type[S]:
-    """Decorator: a frozen pydantic dataclass with `STRICT`; ConfigError for a list as a default."""
+    """Decorator: a frozen pydantic dataclass with `STRICT`; a setting of this type may be an object
+    of JSON. ConfigError for a list as a default.
+    """
     for name, value in vars(cls).items():
         if isinstance(getattr(value, "default", value), list):
             raise ConfigError(
                 f"{cls.__name__}.{name}: a list, which code could change; "
                 "write a tuple, and tuple[float, ...] or the like as its type"
             )
+    cls.__get_pydantic_core_schema__ = classmethod(_schema)  # type: ignore[attr-defined]
     return dataclass(frozen=True, config=STRICT)(cls)  # type: ignore[return-value]
+
+
+def _schema(cls: type, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    """What pydantic accepts for the dataclass, which it calls at the decoration."""
+
+    def build(value: Any) -> Any:
+        return _built(cls, value) if isinstance(value, Mapping) else value
+
+    return no_info_before_validator_function(build, handler(source))
 
 
 def checked(
@@ -91,19 +111,6 @@ def first_problem(problem: ValidationError) -> str:
     if len(shown) > _SHOWN:
         shown = f"{shown[: _SHOWN - 3]}..."
     return f"{text}, got {shown}"
-
-
-def nested(kind: type) -> BeforeValidator:
-    """For `limit: Annotated[Limit, nested(Limit)]`: a setting that is itself an object with strict
-    settings.
-    """
-
-    def build(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return _built(kind, value)
-        return value
-
-    return BeforeValidator(build)
 
 
 def one_of(*choices: Any) -> AfterValidator:

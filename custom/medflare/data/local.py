@@ -21,7 +21,7 @@ from pydantic import (
 
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.packages import trust_refusal
-from medflare.core.settings import checked, nested, strict_dataclass
+from medflare.core.settings import checked, strict_dataclass
 from medflare.core.text import format_shape, read_json
 
 if TYPE_CHECKING:
@@ -226,11 +226,9 @@ class LocalSettings:
 
     # most images in a network at once (2 for batch normalization); None: the task's
     batch_size: Annotated[int, Field(ge=2)] | None = None
-    bounds: Annotated[Bounds, nested(Bounds)] = Bounds()
+    bounds: Bounds = Bounds()
     # of decoded images
-    cache: Annotated[CacheSettings | None, nested(CacheSettings), BeforeValidator(_spelt_out)] = (
-        CacheSettings()
-    )
+    cache: Annotated[CacheSettings | None, BeforeValidator(_spelt_out)] = CacheSettings()
     # whether networks use torch's channels-last memory format, faster on most GPUs
     channels_last: bool = False
     # whether torch compiles networks at their first use; needs a C++ compiler
@@ -244,10 +242,10 @@ class LocalSettings:
     keep: Literal["global", "personal"] | None = None
     # numbers of fewer patients do not leave the site, nor a model trained on fewer
     minimum_patients: NonNegativeInt = 0
-    outbound: Annotated[OutboundLimits, nested(OutboundLimits)] = OutboundLimits()
+    outbound: OutboundLimits = OutboundLimits()
     # installed, whose networks and methods a job may name
     packages: Annotated[tuple[str, ...], AfterValidator(_importable)] = ()
-    privacy: Annotated[PrivacyLimit | None, nested(PrivacyLimit)] = None
+    privacy: PrivacyLimit | None = None
     # folder of what is counted over all jobs, where these run in containers; "" for privacy/ beside
     # this file
     records: str = ""

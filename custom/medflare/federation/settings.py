@@ -5,7 +5,7 @@ results.
 import dataclasses
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from medflare.core.settings import checked, strict_dataclass
 from medflare.core.text import Json, JsonDict
@@ -16,7 +16,6 @@ CROSS_SITE = "cross_site"
 BUILTIN_PHASES = (ENROL, FINALIZE, CROSS_SITE)  # of every run, whatever the method
 # Bytes of JSON in a message: enough for counts and metrics, not for a model.
 META_LIMIT = 65_536
-Count = Annotated[int, Field(ge=1)]
 Seconds = NonNegativeFloat
 
 
@@ -58,12 +57,12 @@ class Rules:
     """
 
     _: dataclasses.KW_ONLY
-    min_sites: Count | None = None
-    sites_per_round: Count | None = None
+    min_sites: PositiveInt | None = None
+    sites_per_round: PositiveInt | None = None
     # Of images: `Enrolment._weigh` and `Federation._step`; of a rule's weights: `Aggregation`.
     max_client_weight: Annotated[float, Field(gt=0, le=1)] | None = None
     outlier_policy: Literal["used", "rejected"] = "used"
-    patience: Count | None = None
+    patience: PositiveInt | None = None
     adapt: str = "none"
     cross_site: bool = False
 

@@ -8,11 +8,11 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from medflare.core.errors import ConfigError
-from medflare.core.settings import checked, nested, strict_dataclass, unknown
-from medflare.core.text import JsonDict
+from medflare.core.settings import checked, strict_dataclass, unknown
+from medflare.core.text import JsonDict, read_json
 from medflare.evaluation.presentation import UNDEFINED
 from medflare.studies.statistics import (
     ALL_SITES,
@@ -43,7 +43,7 @@ class Protocol:
         percent: whether the paper's numbers are in percent.
     """
 
-    rounds: Annotated[int, Field(ge=1)]
+    rounds: PositiveInt
     metric: Text
     leave_one_out: bool = False
     leave_out: tuple[Text, ...] = ()
@@ -73,7 +73,7 @@ class Suite:
     task: Text
     sites: Annotated[tuple[Text, ...], Field(min_length=1)]
     methods: Annotated[dict[str, Text], Field(min_length=1)]
-    settings: Annotated[Protocol, nested(Protocol)]
+    settings: Protocol
     seeds: Annotated[tuple[int, ...], Field(min_length=1)]
     table: str = ""
     data: str = ""
@@ -131,7 +131,7 @@ def load_suite(source: str) -> Suite:
     location = f"suite {source}"
     remedy = "see app_configs/suites/ for working examples"
     try:
-        content = dict(json.loads(file.read_text(encoding="utf-8")))
+        content = dict(read_json(file))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{location}: not one JSON object ({error}); {remedy}") from error
     return checked(Suite, content, location, remedy=remedy)

@@ -16,11 +16,12 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveInt,
     model_validator,
 )
 
 from medflare.core.errors import ConfigError
-from medflare.core.settings import checked, nested, no_such, one_of, strict_dataclass, unknown
+from medflare.core.settings import checked, no_such, one_of, strict_dataclass, unknown
 from medflare.core.text import NAME, Json, JsonDict, is_name, printable, printable_json, read_json
 from medflare.tasks.allowed_transforms import check_transforms
 from medflare.tasks.metrics_table import (
@@ -105,7 +106,6 @@ def _orientation(code: str) -> str:
 
 Name = Annotated[str, AfterValidator(_valid_name)]
 Names = Annotated[tuple[Name, ...], AfterValidator(_different)]
-Count = Annotated[int, Field(ge=1)]
 _Words = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(printable)]
 Named = Annotated[JsonDict, BeforeValidator(_named)]
 
@@ -188,7 +188,7 @@ class Structure(Code):
     a palette.
     """
 
-    category: Annotated[Code, nested(Code)] = Code("91723000", "Anatomical Structure")
+    category: Code = Code("91723000", "Anatomical Structure")
     color: Annotated[str, Field(pattern="^(#[0-9a-fA-F]{6})?$")] = ""
 
 
@@ -275,37 +275,37 @@ class TaskConfig:
     kind: Literal["segmentation", "classification"]
     target: Literal["binary", "multiclass", "multilabel"]
     labels: Names
-    channels: Count | Names
-    size: tuple[Count, ...]
+    channels: PositiveInt | Names
+    size: tuple[PositiveInt, ...]
     network: Annotated[JsonDict, BeforeValidator(_network)]
     loss: Named
     optimizer: Annotated[JsonDict, BeforeValidator(_optimizer)]
-    batch_size: Count
-    local_epochs: Count
+    batch_size: PositiveInt
+    local_epochs: PositiveInt
     metric: Name
     intensity: Named = field(default_factory=_FROM_8_BIT.copy)
     augment: tuple[Named, ...] = ()
     schedule: Annotated[Schedule, BeforeValidator(build_schedule)] = Schedule()
-    clip: Annotated[Clip, nested(Clip)] = Clip()
-    sampling: Annotated[Sampling, nested(Sampling), BeforeValidator(_sampling)] = Sampling()
-    freeze: Annotated[Freeze, nested(Freeze), BeforeValidator(_freeze)] = Freeze()
+    clip: Clip = Clip()
+    sampling: Annotated[Sampling, BeforeValidator(_sampling)] = Sampling()
+    freeze: Annotated[Freeze, BeforeValidator(_freeze)] = Freeze()
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    accumulate: Count = 1
-    slices: Annotated[Slices, nested(Slices)] = Slices()
+    accumulate: PositiveInt = 1
+    slices: Slices = Slices()
     label_values: dict[str, Annotated[list[int], Field(min_length=1)]] = field(default_factory=dict)
     unlisted_labels: Literal["error", "drop"] = "error"
-    codes: dict[str, Annotated[Structure, nested(Structure)]] = field(default_factory=dict)
+    codes: dict[str, Structure] = field(default_factory=dict)
     resplit: int | None = None
     spatial_dims: Annotated[int, one_of(2, 3)] = 2
     image_mode: Literal["resize", "patch"] = "resize"
-    patches_per_image: Count = 1
+    patches_per_image: PositiveInt = 1
     orientation: Annotated[str, AfterValidator(_orientation)] = "RAS"
     spacing: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
     missing_channels: Literal["error", "zeros"] = "error"
     pick: tuple[NonNegativeInt, ...] = ()
     surface_tolerance: NonNegativeFloat = 2.0
     unreadable: Literal["error", "skip"] = "error"
-    unreadable_limit: Annotated[UnreadableLimit, nested(UnreadableLimit)] = UnreadableLimit()
+    unreadable_limit: UnreadableLimit = UnreadableLimit()
     metrics: tuple[Name, ...] = ()
     embedded: Embedded = ""
     source: Annotated[str, AfterValidator(printable)] = ""
@@ -322,9 +322,7 @@ class TaskConfig:
         return self
 
     def _validate_names(self) -> None:
-        structures: tuple[str, ...] = ()
-        if self.kind == "segmentation":
-            structures = self.labels[self.target == "multiclass" :]
+        structures = self.structures if self.kind == "segmentation" else ()
         test_metrics = metrics_of(self.kind, self.spatial_dims)
         for what, names, choices, setting in (
             ("metric", [self.metric], selection_metrics(self.kind), ""),

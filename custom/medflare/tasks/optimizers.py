@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from medflare.core.errors import ConfigError, one_line
 from medflare.core.extensions import Extensions
@@ -181,7 +181,7 @@ class StepSchedule(Schedule):
     """factor ** (round // every)."""
 
     name: str = "step"
-    every: Annotated[int, Field(ge=1)] = 10
+    every: PositiveInt = 10
     factor: Annotated[float, Field(gt=0, le=1)] = 0.1
 
     def _factor(self, round: int, rounds: int) -> float:
