@@ -199,7 +199,9 @@ def test_a_name_that_no_site_can_have_is_refused(
     results = build_results(record)
     results["sites"][name] = results["sites"]["A"]
     (tmp_path / "results.json").write_text(json.dumps(results))
-    with pytest.raises(StateError, match=r"results\.json: .*name of a site") as refused:
+    with pytest.raises(
+        StateError, match=r"results\.json: .*sites\..*a name of 1 to 100"
+    ) as refused:
         load_results(tmp_path)
     assert str(refused.value).isprintable() and len(str(refused.value)) < 600
 

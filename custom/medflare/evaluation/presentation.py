@@ -241,17 +241,18 @@ def model_columns(results: Json) -> dict[str, str]:
     return {" = ".join(group): group[0] for group in groups}
 
 
-def deployed_first(columns: Mapping[str, str]) -> dict[str, str]:
+def deployed_first(results: Json) -> dict[str, str]:
     """The columns of `model_columns` with the deployed model's first: its numbers are the answer of
     a page.
 
     Examples:
-        >>> deployed_first({"global": "global", "personal = deployed": "personal"})
+        >>> metrics = {"global": {"dice": 0}, "personal": {"dice": 1}, "deployed": {"dice": 1}}
+        >>> deployed_first({"sites": {"A": {"metrics": metrics}}})
         {'deployed = personal': 'personal', 'global': 'global'}
     """
     first = {}
     others = {}
-    for heading, model in columns.items():
+    for heading, model in model_columns(results).items():
         names = heading.split(" = ")
         if "deployed" in names:
             names.remove("deployed")

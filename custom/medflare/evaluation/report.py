@@ -104,7 +104,7 @@ def render_report(
     title; `models`: the folders of final models beside it.
     """
     sites = text.ordered_sites(results)
-    columns = text.deployed_first(text.model_columns(results))
+    columns = text.deployed_first(results)
     selections = results.get("model_selection", {})
     class_figures = []
     for number, table in enumerate(class_tables(results)):
@@ -345,13 +345,13 @@ def render_site_report(report: SiteReport) -> str:
         intervals={model: summary.intervals for model, summary in models.items()},
         constant=report.constant,
     )
-    site = site_results(record, tuple(models), task)
+    site = site_results(record, models, task)
     results = {
         "sites": {report.site: site},
         "configuration": {"task": task.to_dict()},
         "events": report.events,
     }
-    columns = text.deployed_first(text.model_columns(results))
+    columns = text.deployed_first(results)
     values = {}
     means = {}
     for heading, model in columns.items():

@@ -28,12 +28,12 @@ from medflare.core.errors import StateError
 from medflare.core.events import KINDS, Event
 from medflare.core.packages import code_versions, extension_modules, installed_versions
 from medflare.core.store import appending, refuse_link
-from medflare.core.text import NAME, Json, JsonDict, is_name, printable_json
+from medflare.core.text import NAME, Json, JsonDict, printable_json
 from medflare.data.datalist import SPLITS
 from medflare.data.local import FOLDER
 from medflare.evaluation.findings import findings
 from medflare.evaluation.presentation import CLASSES, STRUCTURES, labels_of, named_metrics
-from medflare.tasks.config import TaskConfig
+from medflare.tasks.config import Name, TaskConfig
 from medflare.tasks.summaries import ALL, Values
 
 if TYPE_CHECKING:
@@ -142,8 +142,9 @@ def build_results(record: RunRecord) -> JsonDict:
     weights = shares(samples)
     sites = {}
     for name, site in sorted(record.sites.items()):
-        sites[name] = site_results(site, tuple(models), task, weights.get(name))
+        sites[name] = site_results(site, models, task, weights.get(name))
     metrics = task.test_metrics if task else ()
+    settings = {**record.hyper, "run": {"adapt": record.settings.get("adapt")}}
     results = {
         "schema": 1,
         "method": record.method,
@@ -159,7 +160,7 @@ def build_results(record: RunRecord) -> JsonDict:
         "costs": dict(sorted(record.costs.items())),
         "model_selection": record.model_selection,
         "events": list(record.events),
-        "versions": installed_versions() | _versions(record),
+        "versions": installed_versions() | versions_of_run(record.method, task, settings),
         "configuration": {
             "hyper": record.hyper,
             "settings": record.settings,
@@ -175,11 +176,6 @@ def build_results(record: RunRecord) -> JsonDict:
     about_model = findings(ready, json_ready(record.history))
     ready["findings"] = [finding.to_dict() for finding in about_model]
     return ready
-
-
-def _versions(record: RunRecord) -> dict[str, str]:
-    settings = {**record.hyper, "run": {"adapt": record.settings.get("adapt")}}
-    return versions_of_run(record.method, record.task, settings)
 
 
 def versions_of_run(method: str, task: TaskConfig | None, settings: Json) -> dict[str, str]:
@@ -205,7 +201,7 @@ def versions_of_run(method: str, task: TaskConfig | None, settings: Json) -> dic
 
 
 def site_results(
-    site: SiteRecord, models: tuple[str, ...], task: TaskConfig | None, share: float | None = None
+    site: SiteRecord, models: Iterable[str], task: TaskConfig | None, share: float | None = None
 ) -> Json:
     """A site's part of results.json."""
     metrics = task.test_metrics if task else ()
@@ -362,12 +358,6 @@ def _known_kind(kind: str) -> str:
     return kind
 
 
-def _site_name(name: str) -> str:
-    if not is_name(name):
-        raise ValueError("not the name of a site")
-    return name
-
-
 class _Open(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -429,7 +419,7 @@ class _Results(_Open):
     rounds: NonNegativeInt
     status: Literal["COMPLETED", "FAILED"]
     reason: str | None
-    sites: dict[Annotated[str, AfterValidator(_site_name)], _Site]
+    sites: dict[Name, _Site]
     mean: dict[Literal["inside", "outside"], _Models]
     traffic: _Traffic
     seconds: dict[str, float]
