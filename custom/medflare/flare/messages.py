@@ -110,10 +110,6 @@ def _unpacked(entry: str, part: DXO) -> dict[str, "Tensor"]:
     import torch
 
     bfloat16 = part.get_meta_prop(_BFLOAT16) or ()
-    if not isinstance(bfloat16, list | tuple):
-        raise UpdateError(
-            f"{entry}: {_BFLOAT16} must be a list of names, got {type(bfloat16).__name__}"
-        )
     state = {}
     for name, value in part.data.items():
         try:

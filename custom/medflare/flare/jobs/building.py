@@ -3,8 +3,6 @@
 A job is configuration only; the code is installed at the sites, or a copy of it is in the job.
 """
 
-import json
-import math
 import re
 import shutil
 import tempfile
@@ -21,7 +19,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.hyper import SplitHyper
 from medflare.core.settings import checked, strict_dataclass
 from medflare.core.store import refuse_links, write_json
-from medflare.core.text import Json, JsonDict
+from medflare.core.text import Json, JsonDict, read_json
 from medflare.federation.preflight import check_run
 from medflare.federation.settings import RUN_SETTINGS, RunSettings
 from medflare.federation.tracking import check_track
@@ -218,7 +216,7 @@ def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
         job / "meta.json",
     )
     try:
-        contents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        contents = [read_json(path) for path in paths]
         server, client, meta = contents
         server["workflows"][0]["args"]["resume"] = interrupted
         client["executors"][0]["executor"]["args"]["resume"] = interrupted
@@ -288,7 +286,5 @@ def _transport(method: Method, task: TaskConfig, hyper: SplitHyper) -> dict[str,
     size = 0  # bytes of an update
     if method.trains:
         plan = method.plan(task, ("one", "two"), hyper)
-        for entry in method.site_class.manifest("train", plan).values():
-            for shape, dtype in entry.tensors.values():
-                size += math.prod(shape) * dtype.itemsize
+        size = sum(entry.nbytes for entry in method.site_class.manifest("train", plan).values())
     return {"np_download_chunk_size": 0 if size <= _INLINE else _CHUNK}
