@@ -14,6 +14,7 @@ from cryptography.fernet import Fernet, InvalidToken
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from medflare.core.errors import ConfigError
+from medflare.core.text import read_json
 
 OPEN = "cert.json"  # FLARE's name for the file
 LOCKED = "cert.json.locked"
@@ -73,7 +74,7 @@ def unlock(state: Path, passphrase: str) -> None:
     file = state / LOCKED
     opened = state / OPEN
     try:
-        locked = json.loads(file.read_text(encoding="utf-8"))
+        locked = read_json(file)
         cipher = _cipher(passphrase, base64.b64decode(locked["salt"]))
         content = cipher.decrypt(locked["token"].encode())
     except InvalidToken:

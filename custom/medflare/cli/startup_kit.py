@@ -20,7 +20,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509 import Certificate, load_pem_x509_certificate
 
 from medflare.core.errors import ConfigError
-from medflare.core.text import JsonDict
+from medflare.core.text import JsonDict, read_json
 
 LOCAL_FILE = "medflare.json"  # as in data/local.py, whose import takes a second
 VALIDATOR = "app_validator"  # FLARE's name: the component that inspects a job on arrival
@@ -94,7 +94,7 @@ def open_kit(folder: Path | str) -> Kit:
 def read_object(path: Path) -> JsonDict:
     """The JSON object in a file; raises ConfigError if it cannot be read or holds none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}); "

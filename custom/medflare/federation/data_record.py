@@ -16,7 +16,7 @@ from typing import Any
 
 from medflare.core.errors import ConfigError
 from medflare.core.store import csv_text, file_digest, locked, write_atomically, write_json
-from medflare.core.text import Json, JsonDict
+from medflare.core.text import Json, JsonDict, read_json
 from medflare.data.datalist import FILE, SPLITS
 from medflare.data.decoding import reading_settings
 from medflare.data.local import PLACE, Bounds
@@ -141,7 +141,7 @@ class DataRecord:
     def _stored(self, file: str, nothing: Any) -> Any:
         """The content of one of the record's files; `nothing` if there is none."""
         path = self.folder / file
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else nothing
+        return read_json(path) if path.exists() else nothing
 
     def is_fixed(self) -> bool:
         """Whether an earlier job has fixed the selection from the present datalist."""

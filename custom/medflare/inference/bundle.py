@@ -8,7 +8,6 @@ as TorchScript, which needs only MONAI and torch. MONAI runs parts of a configur
 """
 
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,14 @@ from torch import nn
 from medflare.core.errors import ExportError
 from medflare.core.packages import installed_versions
 from medflare.core.store import write_json
-from medflare.core.text import JsonDict
+from medflare.core.text import JsonDict, read_json
 from medflare.data.reading import PICTURES
 from medflare.inference.deployed import StoredModel
 from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig
 from medflare.training.patches import OVERLAP, Predictor
 
-_TEMPLATE = json.loads(Path(__file__).with_name("bundle.json").read_text(encoding="utf-8"))
+_TEMPLATE = read_json(Path(__file__).with_name("bundle.json"))
 _CODE = ("$", "@", "%")  # MONAI evaluates texts that begin with one of these
 _PREDICTED = (
     "monai.data.MetaTensor(@inferer(item['image'][None].to(@device), @network)[0].detach().cpu(), "

@@ -2,14 +2,13 @@
 paired differences over patients.
 """
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
 
 from medflare.core.errors import StateError
-from medflare.core.text import JsonDict
+from medflare.core.text import JsonDict, read_json
 from medflare.evaluation.presentation import (
     UNDEFINED,
     format_setting,
@@ -52,7 +51,7 @@ def read_run(path: Path) -> JsonDict:
         of_site = [file for file in files if site in file.relative_to(folder).parts]
         if len(of_site) == 1:  # several are of several runs
             try:
-                scores[site] = {_MODEL: json.loads(of_site[0].read_text(encoding="utf-8"))}
+                scores[site] = {_MODEL: read_json(of_site[0])}
             except ValueError as error:
                 raise StateError(
                     f"{of_site[0]}: not valid JSON ({error}); delete it to compare without it"

@@ -3,12 +3,11 @@
 It lists jobs, finds them by name or id, and fetches their results.
 """
 
-import json
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import datetime
 from io import StringIO
@@ -21,7 +20,7 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 from medflare.core.errors import ConfigError, MedflareError, one_line
 from medflare.core.settings import no_such
-from medflare.core.text import Json, printable_json
+from medflare.core.text import Json, printable_json, read_json
 from medflare.flare.flare_patches import search_kits_only
 from medflare.flare.names import JOB_ID
 from medflare.flare.other_parties import connect_nowhere_else, keep_downloads_inside
@@ -61,7 +60,7 @@ def session(kit: Path) -> Iterator[Session]:
     """
     kit_file = kit / "startup" / "fed_admin.json"
     try:
-        user = json.loads(kit_file.read_text(encoding="utf-8"))["admin"]["username"]
+        user = read_json(kit_file)["admin"]["username"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
             f"{kit} is no startup kit of a person ({kit_file} cannot be read); "
@@ -94,7 +93,7 @@ def jobs_of(connection: Session) -> list[Job]:
     return printable_json(connection.list_jobs(detailed=True))
 
 
-def found_job(jobs: Iterable[Job], wanted: str) -> Job:
+def found_job(jobs: Sequence[Job], wanted: str) -> Job:
     """A job by its id, the beginning of its id, or its name.
 
     If several have the name, it is the newest that runs.
@@ -102,7 +101,6 @@ def found_job(jobs: Iterable[Job], wanted: str) -> Job:
     Raises:
         ConfigError: there is none, or several have the name and none of them runs.
     """
-    jobs = list(jobs)
     matching = [job for job in jobs if wanted and id_of(job).startswith(wanted.lower())]
     if len(matching) != 1:
         named = [job for job in jobs if _name(job) == wanted]
