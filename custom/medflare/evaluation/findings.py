@@ -199,7 +199,7 @@ def _notes(results: Json, history: _Steps, model: str) -> list[_Note]:
             notes += _against_constant(name, site, task["metric"], model)
             notes += _of_structures(name, site, model)
             notes += _of_classes(name, site, task, model)
-        notes += _still_rising(_curve(results, history, model), task["metric"])
+        notes += _still_rising(validation_curve(results, model, history), task["metric"])
     if model == "deployed":
         computed = {(note.kind, note.site) for note in notes}
         for event in results["events"]:
@@ -379,7 +379,7 @@ def mean_curve(of_sites: Iterable[Curve]) -> Curve:
     return mean
 
 
-def _curve(results: Json, history: _Steps, model: str) -> Curve:
+def validation_curve(results: Json, model: str, history: _Steps = ()) -> Curve:
     """The mean validation metric of a model over the sites.
 
     The deployed model has the personal model's if there is one, else the global one's.

@@ -90,7 +90,7 @@ def _means(study: StudyTables, label: str) -> dict[str, float | None]:
     cells = {}
     for metric in study.metrics:
         for role in study.roles:
-            values = study.series(label, "deployed", role, metric)
+            values = study.series(label, role, metric)
             over_seeds = compare(0.0, values, study.split_ratio)
             low, high = over_seeds.interval or (None, None)
             cells[f"{metric}_{role}"] = over_seeds.difference

@@ -5,21 +5,16 @@ from pathlib import Path
 import pandas as pd
 
 from medflare.core.store import write_atomically
-from medflare.evaluation.figures import (
-    Drawing,
-    Panel,
-    line_drawing,
-    line_panels,
-    patients_drawing,
-    unit_bounds,
-)
+from medflare.evaluation.figures import Drawing, Panel, line_drawing, patients_drawing, unit_bounds
 from medflare.evaluation.presentation import metric_label
 from medflare.studies.references import CONSTANT, CURVES
 from medflare.studies.statistics import ALL_SITES, Groups, compare
 from medflare.studies.tables import MARGIN, StudyTables, curve_of, task_of
 
+_INK = "#808080"  # of text that is legible on light and dark pages
 
-def curve_panel(groups: Groups) -> Panel | None:
+
+def learning_curves(groups: Groups) -> Drawing | None:
     """The task's metric on validation images over the rounds, a line for every row and model; None
     without curves.
     """
@@ -36,17 +31,8 @@ def curve_panel(groups: Groups) -> Panel | None:
         return None
     metric = task_of(groups)["metric"]
     words = f"validation {metric_label(metric)}"
-    return Panel("", lines, "rounds of training", words, bounds=unit_bounds(metric))
-
-
-def learning_curves(groups: Groups, ink: str = "#808080") -> str | None:
-    """`curve_panel` as SVG; None without curves.
-
-    The default colour of the text, `ink`, is legible on light and dark pages.
-    """
-    panel = curve_panel(groups)
-    svg = line_panels([panel], "curves") if panel else None
-    return svg and svg.replace("currentColor", ink)
+    panel = Panel("", lines, "rounds of training", words, bounds=unit_bounds(metric))
+    return line_drawing(panel, sorted(lines))
 
 
 def deployed_values(study: StudyTables) -> pd.DataFrame:
@@ -107,15 +93,15 @@ def write_figures(folder: Path, study: StudyTables) -> list[Path]:
 
     Raises ConfigError without matplotlib.
     """
-    drawings = {"differences": differences_drawing(study)}
-    panel = curve_panel(study.groups)
+    curves = learning_curves(study.groups)
+    differences = differences_drawing(study)
     contents = {}
-    if panel is not None:
-        drawings["curves"] = line_drawing(panel, sorted(panel.lines))
-        contents["curves.svg"] = (learning_curves(study.groups) or "").encode()
-    for name, drawing in drawings.items():
-        if drawing is not None:
-            contents[f"{name}.pdf"] = drawing.pdf()
+    if curves is not None:
+        contents["curves.pdf"] = curves.pdf()
+        svg = curves.svg("curves") or ""
+        contents["curves.svg"] = svg.replace("currentColor", _INK).encode()
+    if differences is not None:
+        contents["differences.pdf"] = differences.pdf()
     files = []
     for name, content in sorted(contents.items()):
         files.append(folder / name)

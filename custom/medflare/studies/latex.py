@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 import pandas as pd
+from pandas.io.formats.style import Styler
 
 from medflare.evaluation.presentation import UNDEFINED, format_metric, lower_is_better, metric_label
 from medflare.studies.statistics import ALL_SITES
 from medflare.studies.tables import StudyTables, spread
 from medflare.studies.tasks_compared import ranks_of, task_means
 
-_UNDEFINED = "--"
 _MARKS = {1: r"\textbf{%s}", 2: r"\underline{%s}"}  # by rank in a column
 _OF_DIFFERENCES = ("95 % over seeds", "95 % over patients", "p over seeds, Holm", "verdict")
 _Columns = dict[str, tuple[str, str, str]]  # heading -> metric, role and site
@@ -47,34 +47,28 @@ def latex_ranking(studies: Sequence[StudyTables]) -> str:
     ranks = ranks_of(means).mean().sort_values()
     table = pd.DataFrame(index=list(ranks.index))
     for study, (task, metric) in zip(studies, means.index, strict=True):
-        values = [study.series(row, "deployed", study.roles[0], metric) for row in table.index]
+        values = [study.series(row, study.roles[0], metric) for row in table.index]
         table[f"{task}, {metric_label(metric)}"] = _marked_means(metric, values)
     texts = [f"{rank:.2f}" for rank in ranks]
     table["mean rank"] = _marked(texts, list(map(float, texts)), lower_is_best=True)
-    return _latex(table)
+    return _latex(table.style, "l" + "r" * table.shape[1])
 
 
 def _differences(study: StudyTables) -> str:
     headings, *lines = study.differences().lines
     frame = pd.DataFrame(lines, columns=headings)
     deployed = frame[frame["model"].str.contains("deployed")]
-    return _plain(deployed[["method", "sites", headings[3], *_OF_DIFFERENCES]], left=2)
-
-
-def _plain(frame: pd.DataFrame, left: int) -> str:
-    """A booktabs table of texts; all columns but the first `left` ones are right-aligned."""
-    styler = frame.replace(UNDEFINED, _UNDEFINED).style.hide(axis="index")
-    styler.format(escape="latex").format_index(escape="latex", axis=1)
-    alignment = "l" * left + "r" * (frame.shape[1] - left)
-    return styler.to_latex(hrules=True, column_format=alignment)
+    table = deployed[["method", "sites", headings[3], *_OF_DIFFERENCES]]
+    styler = table.style.hide(axis="index").format(escape="latex")
+    return _latex(styler, "ll" + "r" * (table.shape[1] - 2))
 
 
 def _table(study: StudyTables, columns: _Columns) -> str:
     table = pd.DataFrame(index=list(study.groups))
     for heading, (metric, role, site) in columns.items():
-        values = [study.series(label, "deployed", role, metric, site) for label in study.groups]
+        values = [study.series(label, role, metric, site) for label in study.groups]
         table[heading] = _marked_means(metric, values)
-    return _latex(table)
+    return _latex(table.style, "l" + "r" * len(columns))
 
 
 def _marked_means(metric: str, values: Sequence["pd.Series[float]"]) -> list[str]:
@@ -93,8 +87,8 @@ def _marked(texts: Sequence[str], values: Sequence[float], *, lower_is_best: boo
     return [marks.get(rank, "%s") % text for rank, text in zip(ranks, texts, strict=True)]
 
 
-def _latex(table: pd.DataFrame) -> str:
+def _latex(styler: Styler, alignment: str) -> str:
     """Of cells in LaTeX; the index and the headings are plain text."""
-    styler = table.replace(UNDEFINED, _UNDEFINED).style
     styler.format_index(escape="latex").format_index(escape="latex", axis=1)
-    return styler.to_latex(hrules=True, column_format="l" + "r" * table.shape[1])
+    text = styler.to_latex(hrules=True, column_format=alignment)
+    return text.replace(UNDEFINED, "--")

@@ -19,7 +19,7 @@ from medflare.studies.figures import (
     marked_range,
 )
 from medflare.studies.statistics import all_runs, distinct
-from medflare.studies.tables import StudyTables, Table, cautions, spread, task_of
+from medflare.studies.tables import StudyTables, Table, cautions, spread
 from medflare.tasks.summaries import mean_interval
 
 PAGE_FILE = "study.html"
@@ -30,10 +30,11 @@ def study_page(study: StudyTables) -> str:
     groups = study.groups
     metric = study.first_metric
     values = deployed_values(study)
+    curves = learning_curves(groups)
     plot = differences_drawing(study)
     runs = all_runs(groups)
     return template("study.html").render(
-        task=task_of(groups),
+        task=study.task,
         metric=metric,
         findings=[],
         sites=study.sites_of("inside"),
@@ -46,7 +47,7 @@ def study_page(study: StudyTables) -> str:
         plot=plot.svg("differences") if plot else None,
         reference=next(iter(groups)),
         margin=marked_range(metric),
-        curves=learning_curves(groups, "currentColor"),
+        curves=curves.svg("curves") if curves else None,
         tables={title: answer_first(table) for title, table in study.everything.items()},
     )
 
@@ -64,7 +65,7 @@ def _overview(study: StudyTables, values: pd.DataFrame) -> tuple[list[str], list
     for label, runs in study.groups.items():
         cells = [label]
         for role in study.roles:
-            by_seed = study.series(label, "deployed", role, study.first_metric)
+            by_seed = study.series(label, role, study.first_metric)
             cells.append(spread(study.first_metric, by_seed))
         rank = UNDEFINED
         if label in ranks and len(ranks):

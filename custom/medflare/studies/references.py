@@ -10,7 +10,7 @@ the sites.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from medflare.adaptation.dsbn import with_batch_statistics
@@ -108,13 +108,12 @@ def recorded_run(
     sites: Sequence[str],
     *,
     models: dict[str, dict[str, Message]] | None = None,
-    opened: dict[str, Site] | None = None,
     **options: Any,
 ) -> JsonDict:
     """The results of `run_local` with `CURVES` and `SCORES`.
 
-    `models` receives site -> role -> final model, `opened` the sites; `options`: further arguments
-    of `run_local`, and hyper-parameters.
+    `models` receives site -> role -> final model; `options`: further arguments of `run_local`, and
+    hyper-parameters.
     """
     setting = draw.setting
     scores: dict[str, dict[str, Json]] = {}
@@ -124,12 +123,7 @@ def recorded_run(
         final.setdefault(site, {})[role] = model
 
     final = {} if models is None else models
-    sites_by_name = {} if opened is None else opened
-
-    def opener(name: str, _: str) -> Site:
-        sites_by_name[name] = draw.open(name)
-        return sites_by_name[name]
-
+    opened = cache(draw.open)
     results = run_local(
         method,
         setting.task,
@@ -138,7 +132,7 @@ def recorded_run(
         seed=draw.seed,
         resplit=draw.seed,
         delivered=delivered,
-        opener=opener,
+        opener=lambda name, _: opened(name),
         **options,
     )
     results[CURVES] = {}
@@ -149,8 +143,7 @@ def recorded_run(
             results[CURVES][model][site] = points
     results[SCORES] = scores
     if setting.cross_site:
-        tested = {name: sites_by_name.get(name) or draw.open(name) for name in setting.sites}
-        results[CROSS_SITE] = cross_site(final, tested)
+        results[CROSS_SITE] = cross_site(final, {name: opened(name) for name in setting.sites})
     return results
 
 
@@ -248,11 +241,10 @@ def batch_statistics(draw: Draw, hyper: Json) -> JsonDict:
     if the network has no BatchNorm.
     """
     check_adaptable(draw.task)
-    sites: dict[str, Site] = {}
     models: dict[str, dict[str, Message]] = {}
-    results = _fedavg(draw, hyper, models=models, opened=sites)
+    results = _fedavg(draw, hyper, models=models)
     for name, of_site in models.items():
-        site = sites[name]
+        site = draw.open(name)
         trained = build_deployed(draw.task, of_site["global"]).to(site.device)
         module, _ = with_batch_statistics(trained)
         scores = site.score(module, "test")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 from scipy.stats import nct, norm, wilcoxon
 from scipy.stats import t as student
@@ -21,7 +21,15 @@ from medflare.core.rng import numpy_generator
 from medflare.core.text import Json
 from medflare.evaluation.presentation import label_metric, sites_of_role
 from medflare.evaluation.results import results_frame
-from medflare.tasks.class_metrics import ONE_CLASS, Floats, is_exclusive, of_outputs, one_hot
+from medflare.tasks.class_metrics import (
+    ONE_CLASS,
+    Array,
+    Bools,
+    Floats,
+    is_exclusive,
+    of_outputs,
+    one_hot,
+)
 from medflare.tasks.classes import has_interval, shares_below
 from medflare.tasks.config import draws_images
 from medflare.tasks.metrics_table import known_metric
@@ -32,7 +40,7 @@ Results = Json  # of a run, with what a study adds to results.json
 RunModel = tuple[Sequence[Results], str]
 # Row of a study -> runs that differ in their seed and in the sites left out.
 Groups = Mapping[str, Sequence[Results]]
-CaseTable = Mapping[str, NDArray[Any]]  # the cases of one model, see `case_table`
+CaseTable = Mapping[str, Array]  # the cases of one model, see `case_table`
 
 ALL_SITES = ""  # in place of a site: the mean over the sites of a role
 RESAMPLES = 1999
@@ -349,7 +357,7 @@ def pooled_values(
 class _SitePairs:
     """The cases of both models at one site, run by run."""
 
-    names: NDArray[Any]  # of the patients, sorted
+    names: Array  # of the patients, sorted
     pairs: list[tuple[CaseTable, CaseTable]]
     classes: tuple[int, ...] | None = None  # of the mean over classes; None: all
 
@@ -443,7 +451,7 @@ def _patients_of_classes(cases: CaseTable) -> dict[int, int]:
     return counts
 
 
-def _truths(cases: CaseTable) -> NDArray[np.bool_]:
+def _truths(cases: CaseTable) -> Bools:
     """(cases, outputs), whether a case has a class or a label."""
     return one_hot(cases["targets"], cases["probabilities"].shape[1])
 
@@ -568,18 +576,14 @@ def _aligned(
     return (first, second) if len(first["patients"]) else None
 
 
-def _selected(cases: CaseTable, rows: NDArray[Any]) -> CaseTable:
+def _selected(cases: CaseTable, rows: Array) -> CaseTable:
     return {name: column[rows] for name, column in cases.items()}
-
-
-def _enough_patients(sites: Sequence[_SitePairs]) -> bool:
-    patients = [site.patients for site in sites]
-    return min(patients, default=0) >= 2 and has_interval(sum(patients))
 
 
 def _interval(sites: Sequence[_SitePairs], metric: str, fewest: int) -> Interval | None:
     """`fewest`: patients of a site, or of a class at a site."""
-    if fewest < 2 or not _enough_patients(sites):
+    patients = [site.patients for site in sites]
+    if fewest < 2 or min(patients) < 2 or not has_interval(sum(patients)):
         return None
     rng = numpy_generator(0, "bootstrap over patients")
     values = []

@@ -16,7 +16,14 @@ from medflare.core.errors import StateError
 from medflare.core.packages import CODE
 from medflare.core.settings import unknown
 from medflare.core.text import Json
-from medflare.evaluation.findings import KINDS, UNUSABLE, Finding, findings, is_rising, mean_curve
+from medflare.evaluation.findings import (
+    KINDS,
+    UNUSABLE,
+    Finding,
+    findings,
+    is_rising,
+    validation_curve,
+)
 from medflare.evaluation.presentation import (
     UNDEFINED,
     best_value,
@@ -33,7 +40,6 @@ from medflare.studies.candidates import UNIFORM, weighs_by_samples
 from medflare.studies.references import (
     CENTRALISED,
     CONSTANT,
-    CURVES,
     PARTICIPATING,
     REFERENCES,
     SCORES,
@@ -246,7 +252,8 @@ class StudyTables:
         metrics: Sequence[str] = (),
         further: Mapping[str, Table] | None = None,
     ) -> None:
-        self.metric: str = task_of(groups)["metric"]
+        self.task = task_of(groups)
+        self.metric: str = self.task["metric"]
         self.further = further or {}
         constants = _constants(groups, self.metric)
         self.groups: dict[str, list[Results]] = {}
@@ -277,7 +284,7 @@ class StudyTables:
             if of_label[0]["method"] not in (CONSTANT, PARTICIPATING):
                 self.compared.append(label)
         self.split_ratio = split_ratio(runs)
-        self.draws_images = draws_images(task_of(groups).get("embedded", ""))
+        self.draws_images = draws_images(self.task.get("embedded", ""))
         # The same for all rows.
         self.common = {role: common_classes(runs, role) for role in self.roles}
 
@@ -319,10 +326,10 @@ class StudyTables:
         return self.tables()
 
     def series(
-        self, label: str, model: str, role: str, metric: str, site: str = ALL_SITES
+        self, label: str, role: str, metric: str, site: str = ALL_SITES
     ) -> "pd.Series[float]":
-        """One value per seed; NaN where undefined."""
-        return self.values.reindex([(label, model, role, metric, site)]).iloc[0]
+        """One value of the deployed model per seed; NaN where undefined."""
+        return self.values.reindex([(label, "deployed", role, metric, site)]).iloc[0]
 
     def models(self, label: str) -> list[str]:
         """The models of a row; those that differ only in a site's name as one."""
@@ -622,7 +629,7 @@ class StudyTables:
         places = [place for place in self.places if place[1] != ALL_SITES]
         headings = [f"{site} ({role})" for role, site in places]
         lines = [["method", "class", *headings]]
-        names = task_of(self.groups).get("labels", [])
+        names = self.task.get("labels", [])
         first = (self.groups[against], "deployed")
         for label in self.compared:
             if label == against:
@@ -671,7 +678,7 @@ class StudyTables:
             )
         if self.draws_images or self.metric in MEANS_OVER_IMAGES:
             return lines
-        labels = task_of(self.groups).get("labels", [])
+        labels = self.task.get("labels", [])
         rule = f"a class needs {FEWEST_OF_CLASS} patients in every test set"
         for role, sites in self.common.items():
             for site, classes in sites.items():
@@ -894,20 +901,14 @@ def _selector_shares(run: Results, table: Mapping[str, Mapping[str, int]]) -> di
 
 
 def curve_of(runs: Sequence[Results], model: str) -> dict[int, float]:
-    """Rounds of training -> validation metric, mean over sites (`mean_curve`) and runs, where all
-    runs have one.
-
-    The deployed model has the personal model's curve if there is one, else the global one's.
+    """Rounds of training -> validation metric, mean over sites (`validation_curve`) and runs, where
+    all runs have one.
     """
     curves = []
     for run in runs:
-        if run["reason"]:  # it ended early
-            continue
-        of_models = run.get(CURVES, {})
-        has_personal = model != "global" and "personal" in of_models
-        of_sites = of_models.get("personal" if has_personal else "global", {})
-        if of_sites:
-            curves.append(mean_curve(of_sites.values()))
+        curve = validation_curve(run, model)
+        if curve and not run["reason"]:  # a failed run ended early
+            curves.append(curve)
     rounds = sorted(set.intersection(*map(set, curves))) if curves else []
     return {int(at): fmean(curve[at] for curve in curves) for at in rounds}
 
@@ -935,7 +936,7 @@ def study_report(study: StudyTables) -> str:
     """Markdown: what the runs have in common, what makes them hard to compare, and all tables."""
     groups = study.groups
     rounds = distinct(all_runs(groups), "rounds")
-    parts = [f"# {task_of(groups)['name']}, {' or '.join(map(str, rounds))} rounds\n"]
+    parts = [f"# {study.task['name']}, {' or '.join(map(str, rounds))} rounds\n"]
     lines = [f"WARNING {line}" for line in study.banner()]
     lines += cautions(groups) + study.same_answers()
     if lines:

@@ -14,7 +14,7 @@ from medflare.core.errors import ConfigError
 from medflare.evaluation.presentation import format_metric, metric_label
 from medflare.studies.references import CONSTANT
 from medflare.studies.statistics import LEVEL, holm
-from medflare.studies.tables import StudyTables, Table, bullets, p_text, sign_of, task_of
+from medflare.studies.tables import StudyTables, Table, bullets, p_text, sign_of
 
 
 def task_means(studies: Sequence[StudyTables]) -> pd.DataFrame:
@@ -25,12 +25,12 @@ def task_means(studies: Sequence[StudyTables]) -> pd.DataFrame:
     """
     means: dict[tuple[str, str], dict[str, float]] = {}
     for study in studies:
-        column = (task_of(study.groups)["name"], study.first_metric)
+        column = (study.task["name"], study.first_metric)
         if column in means:
             raise ConfigError(f"task {column[0]} is in two studies; name one folder of each task")
         means[column] = {}
         for label in study.compared:
-            values = study.series(label, "deployed", study.roles[0], study.first_metric)
+            values = study.series(label, study.roles[0], study.first_metric)
             means[column][label] = values.mean()
     table = pd.DataFrame.from_dict(means, orient="index").dropna(axis=1)
     if table.shape[1] < 2:
