@@ -6,6 +6,7 @@ A step is repeated if too few replies were usable, and when a killed server cont
 checkpoint.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -169,9 +170,8 @@ class WorkingTime:
     store: Store
     minutes: float
     hours: float | None
-    _began: float = 0.0
-    _before: float = 0.0  # seconds of earlier steps
-    _limited: bool = False
+    _step_ends: float = math.inf  # on the monotonic clock, as the next
+    _run_ends: float = math.inf
 
     @contextmanager
     def step(self, limited: bool) -> Iterator[None]:
@@ -180,17 +180,19 @@ class WorkingTime:
         Raises:
             ConfigError: the limit of the run is reached.
         """
-        self._began = time.monotonic()
-        self._limited = limited
+        began = time.monotonic()
         stored = None if self.hours is None else self.store.load(_WORK)
-        if stored is not None:
-            self._before = stored.meta["seconds"]
-        self._check_hours()
+        before = 0.0 if stored is None else stored.meta["seconds"]
+        self._step_ends = began + 60 * self.minutes
+        self._run_ends = math.inf
+        if limited and self.hours is not None:
+            self._run_ends = began - before + 3600 * self.hours
+        self.check()
         try:
             yield
         finally:
             if self.hours is not None:
-                seconds = self._before + time.monotonic() - self._began
+                seconds = before + time.monotonic() - began
                 self.store.save(_WORK, Message({}, {"seconds": seconds}))
 
     def check(self) -> None:
@@ -199,17 +201,13 @@ class WorkingTime:
         Raises:
             ConfigError: the step or the run takes longer than the site's limits.
         """
-        if time.monotonic() - self._began > 60 * self.minutes:
+        now = time.monotonic()
+        if now > self._step_ends:
             raise ConfigError(
                 f"site {self.name} stops: the step takes longer than the {self.minutes:g} minutes "
                 "of its bounds.minutes"
             )
-        self._check_hours()
-
-    def _check_hours(self) -> None:
-        if self.hours is None or not self._limited:
-            return
-        if self._before + time.monotonic() - self._began > 3600 * self.hours:
+        if now > self._run_ends:
             raise ConfigError(
                 f"site {self.name} stops: it has worked on this job for the {self.hours:g} hours "
                 "of its bounds.hours"
