@@ -126,12 +126,9 @@ def _graph(model: nn.Module) -> nn.Module:
 
 
 def _traced(model: nn.Module, task: TaskConfig) -> torch.jit.ScriptModule:
-    try:
-        with torch.no_grad():
-            example = torch.rand(2, task.image_channels, *task.size)
-            return torch.jit.trace(_graph(model), example, check_trace=False)
-    except Exception as error:  # whatever the network raises
-        raise _unrecordable(error, "torchscript") from error
+    example = torch.rand(2, task.image_channels, *task.size)
+    with _recording("torchscript"), torch.no_grad():
+        return torch.jit.trace(_graph(model), example, check_trace=False)
 
 
 def _write_torchscript(stored: StoredModel, model: nn.Module, folder: Path) -> Any:
@@ -148,7 +145,7 @@ def _write_onnx(stored: StoredModel, model: nn.Module, folder: Path) -> Predicto
 
     example = torch.rand(2, stored.task.image_channels, *stored.task.size)
     file = folder / "model.onnx"
-    try:
+    with _recording("onnx"):
         torch.onnx.export(
             _graph(model),
             (example,),
@@ -160,8 +157,6 @@ def _write_onnx(stored: StoredModel, model: nn.Module, folder: Path) -> Predicto
             external_data=False,
             verbose=False,
         )
-    except Exception as error:
-        raise _unrecordable(error, "onnx") from error
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
@@ -174,11 +169,16 @@ _WRITERS = {"torchscript": _write_torchscript, "onnx": _write_onnx, "monai": _wr
 FORMATS = tuple(_WRITERS)
 
 
-def _unrecordable(error: Exception, format: str) -> ExportError:
-    return ExportError(
-        f"the model cannot be recorded as {format} ({one_line(error)}); "
-        "use another format or `medflare predict`"
-    )
+@contextmanager
+def _recording(format: str) -> Iterator[None]:
+    """Whatever the network raises is an ExportError."""
+    try:
+        yield
+    except Exception as error:
+        raise ExportError(
+            f"the model cannot be recorded as {format} ({one_line(error)}); "
+            "use another format or `medflare predict`"
+        ) from error
 
 
 @contextmanager
