@@ -118,7 +118,7 @@ def test_weight_zero_leaves_a_site_out_and_the_mean_of_one_site_is_its_state() -
 def test_weighted_mean_refuses_weights_and_no_state(weights: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="weights must be finite"):
         weighted_mean({"A": state([1.0]), "B": state([2.0])}, weights)
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match=r"one for each state, got \{\}"):
         weighted_mean({}, {})
 
 

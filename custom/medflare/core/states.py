@@ -121,8 +121,6 @@ def weighted_mean(states: States, weights: Mapping[str, float]) -> StateDict:
             0; names or shapes that differ.
     """
     sites = sorted(states)
-    if not sites:
-        raise ValueError("weighted_mean needs at least one state")
     by_site = {site: float(weights.get(site, math.nan)) for site in sites}
     total = sum(by_site.values())
     if not 0 < total < math.inf or min(by_site.values()) < 0:

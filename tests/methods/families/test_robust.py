@@ -50,14 +50,10 @@ def test_counters_and_dtypes() -> None:
     )
 
 
-def test_unknown_rules_no_models_and_shares_beyond_half_are_refused() -> None:
+def test_shares_beyond_half_are_refused() -> None:
     for trim in (0.5, -0.5, math.nan):
         with pytest.raises(ValueError, match="trim"):
             robust.RobustLimits(trim=trim)
-    with pytest.raises(ValueError, match="state"):
-        robust.combined({}, {}, "median", NONE)
-    with pytest.raises(ValueError, match="mode"):
-        robust.combined(states([1.0], [2.0]), {}, "mode", NONE)
 
 
 def test_fewer_than_three_sites_give_a_warning() -> None:

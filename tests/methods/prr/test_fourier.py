@@ -97,7 +97,7 @@ def transcribed(matrices: Any, r: float, window: str, components: str, phase_mea
     [(2, (7, 6)), (3, (8, 8)), (5, (5, 9)), (3, (1, 4)), (3, (4, 1)), (3, (2, 2)), (3, (1, 1))],
 )
 def test_half_a_spectrum_gives_what_the_whole_one_gives(
-    sites: int, size: tuple[int, int], window: str, components: str, phase_mean: str
+    sites: int, size: tuple[int, int], window: Any, components: Any, phase_mean: Any
 ) -> None:
     matrices = normal(sites, *size, key=f"{sites}{size}") + 0.3
     for r in (0.0, 0.2, 0.35, 0.43, 0.5):
@@ -167,24 +167,16 @@ def test_half_precision_comes_back_as_half_precision() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("weights", "message"),
     [
-        ({"r": 0.6}, "0.6"),
-        ({"r": math.nan}, "nan"),
-        ({"window": "open"}, "window"),
-        ({"components": "amp"}, "components"),
-        ({"phase_mean": "median"}, "phase_mean"),
-        ({"weights": torch.zeros(3, 8)}, r"\(3, 8\)"),
-        ({"weights": torch.zeros(2, 0, 3)}, r"\(2, 0, 3\)"),
-        ({"weights": torch.zeros(3, 4, 5, dtype=torch.long)}, "int64"),
+        (torch.zeros(3, 8), r"\(3, 8\)"),
+        (torch.zeros(2, 0, 3), r"\(2, 0, 3\)"),
+        (torch.zeros(3, 4, 5, dtype=torch.long), "int64"),
     ],
 )
-def test_fourier_aggregation_refuses_what_it_cannot_do(
-    change: dict[str, Any], message: str
-) -> None:
-    arguments: dict[str, Any] = {"weights": torch.zeros(3, 4, 5), "r": 0.4} | change
+def test_fourier_aggregation_refuses_what_it_cannot_do(weights: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        fourier_aggregate(arguments.pop("weights"), arguments.pop("r"), **arguments)
+        fourier_aggregate(weights, 0.4)
 
 
 def test_frequency_ratio_follows_both_schedules(golden: Golden) -> None:

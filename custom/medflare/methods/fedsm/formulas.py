@@ -37,12 +37,8 @@ def soft_pull(states: States, lam: float) -> dict[str, StateDict]:
         lam: λ in [0, 1].
 
     Raises:
-        ValueError: λ outside [0, 1], or models of other names or shapes.
+        ValueError: models of other names or shapes.
     """
-    if not 0 <= lam <= 1:
-        raise ValueError(
-            f"lam = {lam} is outside [0, 1]; the mean of the personal models is at 1 / K"
-        )
     check_same_shapes(states)
     sites = sorted(states)
     if len(sites) < 2:

@@ -10,7 +10,7 @@ server step leads away from the sites; each function states its reading.
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from medflare.core.errors import UpdateError
 from medflare.core.states import State, StateDict, States, blend, cosines, gram, weighted_mean
-from medflare.methods.parts.tensors import check_choice, named_gradients, refuse_widths, widened
+from medflare.methods.parts.tensors import named_gradients
 
 Granularity = Literal["total", "split", "reweight"]
 CoralForm = Literal["domainbed", "deep_coral"]
@@ -35,7 +35,7 @@ def consistency_weights(
     p: Tensor,
     *,
     include_self: bool = True,
-    granularity: str = "total",
+    granularity: Granularity = "total",
     sizes: Sequence[int] = (),
 ) -> Tensor:
     """p' = Norm[(Sigma 1) o p] (Eq. 3): aggregation weights by how well the sites' updates agree.
@@ -52,30 +52,17 @@ def consistency_weights(
 
     Raises:
         UpdateError: an update that is not finite, by its row.
-        ValueError: shapes or options that do not fit.
+        ValueError: weights p that are negative, not finite or all zero.
     """
     deltas = torch.as_tensor(deltas, dtype=torch.float64)
     p = torch.as_tensor(p, dtype=torch.float64)
-    if deltas.ndim != 2 or p.shape != deltas.shape[:1]:
-        raise ValueError(
-            f"deltas must be (M, D) and p (M,), got {tuple(deltas.shape)} and {tuple(p.shape)}"
-        )
-    finite = deltas.isfinite().all(dim=1)
-    if not finite.all():
-        rows = (~finite).nonzero().flatten().tolist()
-        raise UpdateError(
-            f"updates in rows {rows} hold NaN or infinity; leave these sites out of the round"
-        )
-    # Cosines do not depend on lengths, and squares overflow float64 from 1e154 on.
-    if deltas.numel():
-        longest = deltas.abs().amax(dim=1, keepdim=True)
-        deltas = deltas / longest.clamp(min=torch.finfo(torch.float64).tiny)
     tensors = deltas.split(list(sizes) or [deltas.shape[1]], dim=1)
     grams = torch.stack([part @ part.T for part in tensors])
+    _refuse_non_finite([str(row) for row in range(len(deltas))], grams)
     return reweighted(average_consistency(similarity(grams, granularity), include_self), p)
 
 
-def similarity(grams: Tensor, granularity: str = "total") -> Tensor:
+def similarity(grams: Tensor, granularity: Granularity = "total") -> Tensor:
     """Sigma = cos(Delta_i, Delta_j): (L, M, M) -> (M, M).
 
     The cosine with a zero update is 0, its own included.
@@ -92,7 +79,6 @@ def similarity(grams: Tensor, granularity: str = "total") -> Tensor:
         >>> similarity(torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])).tolist()
         [[1.0, 0.0], [0.0, 0.0]]
     """
-    check_choice("granularity", granularity, get_args(Granularity))
     if granularity == "total":
         return cosines(grams.sum(dim=0))
     if granularity == "split":
@@ -144,7 +130,7 @@ def consistent_aggregate(
     parameters: Collection[str],
     *,
     include_self: bool = True,
-    granularity: str = "total",
+    granularity: Granularity = "total",
     server_rate: float = 1.0,
 ) -> tuple[StateDict, dict[str, float]]:
     """The next global model theta_g + eta_g sum_m p'_m Delta_m.
@@ -204,7 +190,7 @@ def _refuse_non_finite(sites: Sequence[str], grams: Tensor) -> None:
 # formulas
 
 
-def coral(x: Tensor, y: Tensor, form: str = "domainbed") -> Tensor:
+def coral(x: Tensor, y: Tensor, form: CoralForm = "domainbed") -> Tensor:
     """CORAL distance of two feature sets (Sun and Saenko, ECCV workshops 2016), a scalar.
 
     0 if a set has fewer than two rows.
@@ -215,18 +201,13 @@ def coral(x: Tensor, y: Tensor, form: str = "domainbed") -> Tensor:
         form: with C the unbiased covariance, "domainbed": mean((C_x - C_y)^2) +
             mean((mean x - mean y)^2); "deep_coral": ||C_x - C_y||_F^2 / (4 D^2).
     """
-    check_choice("form", form, get_args(CoralForm))
-    refuse_widths(x, y)
-    dtype = torch.result_type(x, y)
-    x = widened(x)
-    y = widened(y)
     if min(len(x), len(y)) < 2:
-        return (0 * (x.sum() + y.sum())).to(dtype)  # in the graph, so that it has a gradient
+        return 0 * (x.sum() + y.sum())  # in the graph, so that it has a gradient
     gap = (_covariance(x) - _covariance(y)).square()
     if form == "deep_coral":
-        return (gap.sum() / (4 * x.shape[1] ** 2)).to(dtype)
+        return gap.sum() / (4 * x.shape[1] ** 2)
     shift = (x.mean(dim=0) - y.mean(dim=0)).square()
-    return (gap.mean() + shift.mean()).to(dtype)
+    return gap.mean() + shift.mean()
 
 
 def _covariance(features: Tensor) -> Tensor:
@@ -246,15 +227,13 @@ def mmd(x: Tensor, y: Tensor) -> Tensor:
         x: features (N, D).
         y: features (M, D).
     """
-    refuse_widths(x, y)
-    dtype = torch.result_type(x, y)
-    joined = torch.cat([widened(x), widened(y)])
+    joined = torch.cat([x, y])
     squared = (joined.unsqueeze(1) - joined.unsqueeze(0)).square().sum(dim=-1)
     kernels = [torch.exp(-(10.0**power) * squared) for power in range(-3, 4)]
     values = torch.stack(kernels).sum(dim=0)
     n = len(x)
     within = values[:n, :n].mean() + values[n:, n:].mean()
-    return (within - 2 * values[:n, n:].mean()).to(dtype)
+    return within - 2 * values[:n, n:].mean()
 
 
 def reverse_gradient(features: Tensor) -> Tensor:

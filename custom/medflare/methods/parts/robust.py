@@ -48,7 +48,6 @@ from medflare.core.states import (
     moved,
     weighted_mean,
 )
-from medflare.methods.parts.tensors import check_choice
 
 _Builtin = Literal["median", "trimmed", "krum", "geometric", "clipped"]
 
@@ -115,7 +114,7 @@ def combined(
     Args:
         states: site -> state, all with equal names and shapes.
         shares: site -> p_k, up to a common factor; not used by "median", "trimmed" and "krum".
-        rule: "mean", one of `RobustRule` or an extension.
+        rule: one of `RobustRule`.
         limits: of the rules.
         origin: the model that the round began with, for "clipped"; None: the coordinate-wise
             median of the states.
@@ -124,12 +123,8 @@ def combined(
         (the state, site -> its weight; empty for coordinate-wise rules).
 
     Raises:
-        ValueError: an unknown rule, no states, states that differ in names or shapes, or NaN where
-            a rule needs lengths.
+        ValueError: states that differ in names or shapes, or NaN where a rule needs lengths.
     """
-    check_choice("rule", rule, tuple(EXTENSIONS))
-    if not states:
-        raise ValueError(f"rule {rule!r} needs at least one state")
     check_same_shapes(states)
     extension = EXTENSIONS.foreign(rule)
     if extension is not None:
@@ -138,8 +133,6 @@ def combined(
         return robust_mean(states, rule, limits.trim), {}
     if rule == "clipped":
         return weighted_mean(_clipped(states, limits.clip, origin), shares), dict(shares)
-    if rule == "mean":
-        return weighted_mean(states, shares), dict(shares)
     sites = sorted(states)
     distances = squared_distances(states)
     if rule == "krum":

@@ -6,12 +6,11 @@ authors' published code where it differs from the printed equations.
 """
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-from medflare.methods.parts.tensors import check_choice, widened
 
 # Deputy-Enhanced Transfer (Sec. III-C)
 
@@ -28,7 +27,7 @@ def next_stage(
     personal: float,
     lam1: float = 0.7,
     lam2: float = 0.9,
-    rule: str = "official",
+    rule: Literal["official", "threshold"] = "official",
 ) -> int:
     """The stage of the coming epoch (PRR, Sec. III-C).
 
@@ -44,9 +43,6 @@ def next_stage(
     Returns:
         1 Recover, 2 Exchange or 3 Sublimate.
     """
-    check_choice("rule", rule, ("official", "threshold"))
-    if stage not in (0, RECOVER, EXCHANGE, SUBLIMATE):
-        raise ValueError(f"stage = {stage}: a stage is 0 (start of a round), 1, 2 or 3")
     in_turn = rule == "official"
     if not deputy >= lam1 * personal or (in_turn and stage == 0):
         return RECOVER
@@ -198,7 +194,7 @@ class PrototypeMean:
         features = features.detach()
         if features.dim() == 2:
             features = features[:, :, None]
-        rows = widened(features.flatten(2))
+        rows = features.flatten(2)
         classes = torch.arange(len(self.counts), device=targets.device)
         members = targets.reshape(len(targets), 1, -1) == classes[None, :, None]
         self.sums += torch.einsum("ncp,ndp->cd", members.to(rows.dtype), rows)
@@ -210,7 +206,10 @@ class PrototypeMean:
 
 
 def global_prototypes(
-    local: Tensor, present: Tensor, noise: Tensor, spread: str = "gaussian"
+    local: Tensor,
+    present: Tensor,
+    noise: Tensor,
+    spread: Literal["gaussian", "clamped", "mean"] = "gaussian",
 ) -> Tensor:
     """Sample f_bar_c ~ N(mu, sigma^2) from the sites' prototypes of each class (PRR, Sec. III-D.2).
 
@@ -224,7 +223,6 @@ def global_prototypes(
     Returns:
         (C, D); zero for a class that no site has.
     """
-    check_choice("spread", spread, ("gaussian", "clamped", "mean"))
     member = present.to(local.dtype)[:, :, None]
     sites = member.sum(dim=0)
     mean = (local * member).sum(dim=0) / sites.clamp(min=1)

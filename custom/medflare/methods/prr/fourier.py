@@ -20,7 +20,7 @@ from medflare.core.states import (
     split_state,
 )
 from medflare.methods.aggregation import plain_mean
-from medflare.methods.parts.tensors import check_choice, widened
+from medflare.methods.parts.tensors import widened
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
@@ -28,6 +28,10 @@ _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _BLOCK = 2**21
 # Bins that are transformed along columns at a time: 2 MB, about a second-level cache.
 _TILE = 2**18
+
+Window = Literal["closed", "official"]
+Components = Literal["both", "amplitude", "phase"]
+PhaseMean = Literal["arithmetic", "circular"]
 
 
 def frequency_ratio(round: int, num_rounds: int, r0: float = 0.35, r1: float = 0.48) -> float:
@@ -50,14 +54,9 @@ class Reading:
             the bin empty.
     """
 
-    window: str = "closed"
-    components: str = "both"
-    phase_mean: str = "arithmetic"
-
-    def __post_init__(self) -> None:
-        check_choice("window", self.window, ("closed", "official"))
-        check_choice("components", self.components, ("both", "amplitude", "phase"))
-        check_choice("phase_mean", self.phase_mean, ("arithmetic", "circular"))
+    window: Window = "closed"
+    components: Components = "both"
+    phase_mean: PhaseMean = "arithmetic"
 
 
 def fourier_aggregate(
@@ -65,9 +64,9 @@ def fourier_aggregate(
     r: float,
     *,
     classifier: bool = False,
-    window: str = "closed",
-    components: str = "both",
-    phase_mean: str = "arithmetic",
+    window: Window = "closed",
+    components: Components = "both",
+    phase_mean: PhaseMean = "arithmetic",
 ) -> Tensor:
     """Average one layer's low frequencies over the sites and keep each site's high frequencies.
 
@@ -87,8 +86,7 @@ def fourier_aggregate(
         graph. A single site gets its own weights.
 
     Raises:
-        ValueError: r outside [0, 0.5], an unknown option, an integer dtype, or a shape of no
-            convolution and no linear layer.
+        ValueError: an integer dtype, or a shape of no convolution and no linear layer.
     """
     if not weights.is_floating_point():
         raise ValueError(
@@ -115,8 +113,6 @@ def _aggregate_layer(
     real part of the inverse transform depends on the Hermitian half (S(k) + conj S(-k)) / 2 alone,
     so s is the mean of the window at k and at -k.
     """
-    if not 0 <= r <= 0.5:
-        raise ValueError(f"r = {r} is outside [0, 0.5]: a band cannot be wider than the spectrum")
     order, row_axes = _axis_order(weights[0].dim(), classifier)
     matrices = []
     for weight in weights:
@@ -185,7 +181,7 @@ def _axis_order(dimensions: int, classifier: bool) -> tuple[tuple[int, ...], int
     return (*range(1, dimensions), 0), 2
 
 
-def _low_band(bins: int, r: float, window: str) -> Tensor:
+def _low_band(bins: int, r: float, window: Window) -> Tensor:
     """(2, bins): 1 where bin k of an axis, in FFT order, is a low frequency, else 0; and for -k."""
     half_width = int(bins * r)
     frequency = (torch.arange(bins) + bins // 2) % bins - bins // 2
@@ -368,7 +364,7 @@ def aggregate_models(
     r: float,
     *,
     fourier: bool = True,
-    components: str = "both",
+    components: Components = "both",
 ) -> dict[str, StateDict]:
     """The aggregated model S_k of each site (PRR, Alg. 1 line 7).
 
@@ -382,10 +378,8 @@ def aggregate_models(
         components: see `Reading`.
 
     Raises:
-        ValueError: no states, or states that differ in names or shapes.
+        ValueError: states that differ in names or shapes.
     """
-    if not states:
-        raise ValueError("aggregate_models needs at least one state")
     check_same_shapes(states)
     sites = sorted(states)
     names = list(states[sites[0]])

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from medflare.methods import ConfigError, ServerHyper, SiteHyper, param, strict_dataclass
+from medflare.methods.prr.fourier import Components
 
 
 @strict_dataclass
@@ -106,9 +107,7 @@ class PRRServerHyper(ServerHyper):
         low=0,
         high=0.5,
     )
-    components: Literal["both", "amplitude", "phase"] = param(
-        "both", "what is averaged", source="Table V"
-    )
+    components: Components = param("both", "what is averaged", source="Table V")
     outside_model: Literal["mean", "personal"] = param(
         "mean", "for outside sites: mean deputy, or the most typical site's personal model"
     )

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -259,7 +260,7 @@ class Transfer:
         deputy = _or_nan(metrics["global"])
         personal = _or_nan(metrics["personal"])
         # With one epoch a round, the official rule would stay in Recover: the printed one decides.
-        rule = "official" if several else "threshold"
+        rule: Literal["official", "threshold"] = "official" if several else "threshold"
         following = formulas.next_stage(stage, deputy, personal, hyper.lam1, hyper.lam2, rule)
         if hyper.det_steps == "RE":
             return min(following, formulas.EXCHANGE)
