@@ -6,6 +6,7 @@ w <- (1 - β) w + β mean_k w_k             after every round, at the server    
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -126,21 +127,17 @@ class PFedMeSite(SecondModelSite[PFedMeHyper]):
 
     def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
         personal = self.network("personal", model.state_dict())
-
-        def descend(of_personal: Optimizer) -> None:
-            hyper = self.hyper
-            train_pfedme(
-                model,
-                personal,
-                self.site,
-                round,
-                of_personal,
-                strength=hyper.lam,
-                inner_steps=hyper.inner_steps,
-                share=hyper.share,
-            )
-
-        self.optimized(personal, "personal", descend)
+        train = partial(
+            train_pfedme,
+            model,
+            personal,
+            self.site,
+            round,
+            strength=self.hyper.lam,
+            inner_steps=self.hyper.inner_steps,
+            share=self.hyper.share,
+        )
+        self.optimized(personal, "personal", train)
         self.personal = copied_state(personal)
         return None
 
