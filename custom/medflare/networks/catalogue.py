@@ -86,7 +86,10 @@ def build_network(
     build = _theirs
     if name in NETWORKS and not foreign_module(spec):
         build = _ours
-    network: Any = build(name, settings, shapes)
+    try:
+        network: Any = build(name, settings, shapes)
+    except PROBLEMS as error:
+        raise ConfigError(f"network {name} with {settings}: {one_line(error)}") from error
     if not isinstance(network, FeatureNetwork):
         network = WholeNetwork(network, _last_layer(json.dumps(spec), shapes))
     network.settings = {"spec": spec, **shapes._asdict(), "size": list(sides)}
@@ -104,10 +107,7 @@ def _ours(name: str, settings: Mapping[str, Any], shapes: Shapes) -> nn.Module:
             f"network {name}: is 2-D, spatial_dims is {shapes.spatial_dims}; "
             "use unet, resnet18 or one of MONAI's"
         )
-    try:
-        return build(**settings, **accepted)
-    except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise ConfigError(f"network {name} with {dict(settings)}: {one_line(error)}") from error
+    return build(**settings, **accepted)
 
 
 # -- networks of MONAI, and of trusted packages, whose arguments have the same names ---------------
@@ -196,10 +196,7 @@ def _theirs(name: str, settings: Mapping[str, Any], shapes: Shapes) -> nn.Module
         arguments["dropout_dim"] = shapes.spatial_dims
     arguments = {name: value for name, value in arguments.items() if name in parameters}
     arguments.update(settings)
-    try:
-        network = build(**arguments)
-    except PROBLEMS as error:
-        raise ConfigError(f"network {name} with {dict(settings)}: {one_line(error)}") from error
+    network = build(**arguments)
     if not isinstance(network, nn.Module):
         raise ConfigError(
             f"network {name}: returns a {type(network).__name__}, not a torch.nn.Module"
@@ -239,7 +236,7 @@ def _without_memory(build: Callable[[], nn.Module]) -> nn.Module | None:
     try:
         with torch.device("meta"):
             return build()
-    except (ConfigError, RuntimeError):
+    except (*PROBLEMS, ConfigError):
         return None
 
 
