@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from medflare.core.errors import ConfigError, one_line
+from medflare.core.states import state_bytes
 from medflare.data.loading import load_site_data, open_source, resolve_data_root
 from medflare.data.local import PLACE, Bounds, LocalSettings, cache_with_folder, local_settings
 from medflare.data.trial import try_task
@@ -98,7 +99,7 @@ def check_task_bounds(task: TaskConfig, bounds: Bounds, location: str) -> None:
             f"{_named('epochs')} allows {bounds.epochs}"
         )
     try_task(task, bounds.memory / 4, f"{location}: task {task.name}", _named("memory"))
-    needed = sum(tensor.nbytes for tensor in meta_network(task).state_dict().values())
+    needed = state_bytes(meta_network(task).state_dict())
     if needed > bounds.model_bytes:
         raise ConfigError(
             f"{location}: task {task.name}: the network has {needed} bytes, "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from medflare.core.rng import seeded
+from medflare.core.states import state_bytes
 from medflare.data.loading import Batch
 from medflare.methods import MetaSpec, Plan, Replies, Site, StateDict, TensorSpec, count
 from medflare.methods.fedsm.formulas import ridge_solution
@@ -43,13 +44,9 @@ def selector_spec(plan: Plan) -> Mapping[str, Any]:
         name = RIDGE
     elif name == "auto":
         flat = plan.task.spatial_dims == 2
-        small = flat and _size(plan.template({"name": VGG11})) <= _size(plan.template())
+        small = flat and state_bytes(plan.template({"name": VGG11})) <= state_bytes(plan.template())
         name = VGG11 if small else COMPACT
     return {"name": name}
-
-
-def _size(state: StateDict) -> int:
-    return sum(tensor.numel() for tensor in state.values())
 
 
 def _is_trained(plan: Plan) -> bool:
