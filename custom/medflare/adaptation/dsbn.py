@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from medflare.core.errors import ConfigError, DataError, StateError
+from medflare.core.errors import ConfigError, StateError
 from medflare.core.states import StateDict, copy_state, misfit
 
 
@@ -102,7 +102,6 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
 
     Raises:
         ConfigError: the model has no BatchNorm.
-        DataError: no images.
     """
     working, layers = with_batch_statistics(model)
     sums: dict[str, Tensor] = {}  # (count, sum, sum of squares) by channel, float64 (3, C)
@@ -118,12 +117,8 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
         replacement.register_forward_pre_hook(
             lambda _layer, inputs, name=name: add(name, inputs[0])
         )
-    images = 0
     for batch in batches:
         working(batch)
-        images += len(batch)
-    if not images:
-        raise DataError("DSBN estimates statistics from images of the site, and there are none")
     for name, layer in batch_norm_layers(model).items():
         if name not in sums:  # of a super model's network that no image chose
             continue

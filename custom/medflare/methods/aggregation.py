@@ -74,7 +74,7 @@ def capped(samples: Mapping[str, float], most: float) -> dict[str, float]:
         >>> capped({"A": 100.0, "B": 100.0, "C": 1.0}, 0.25)
         {'A': 1.0, 'B': 1.0, 'C': 1.0}
     """
-    if not samples or most * len(samples) <= 1:
+    if most * len(samples) <= 1:
         return dict.fromkeys(samples, min(samples.values(), default=0.0))
     rest = float(sum(samples.values()))
     limit = most * rest

@@ -103,14 +103,6 @@ def test_without_a_local_part_it_is_fedavg() -> None:
     assert equal(played.model, squares.run("fedavg").model)
 
 
-def test_without_a_shared_part_it_is_refused() -> None:
-    class AllOwn(OwnHead):
-        kept = frozenset(squares.start())
-
-    with pytest.raises(ConfigError, match="unet"):
-        federation(AllOwn)
-
-
 def test_outside_sites_get_the_mean_of_the_local_parts() -> None:
     log, server, algorithms = federation(outside=("O",))
     assert [turn.step.phase for turn in log] == ["train", "train", "validate", "share"]

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from medflare.core.errors import ConfigError
 from medflare.core.message import FinalModels, Message
 from medflare.core.phases import phase
 from medflare.core.specs import TensorSpec
@@ -21,9 +20,7 @@ from medflare.methods.fedavg.personal import PersonalSite
 from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, F, received
 from medflare.methods.parts.measured import MEASURED, VALIDATION
 from medflare.methods.parts.partial import LocalPart
-from medflare.networks.catalogue import meta_network
 from medflare.networks.features import copied_state
-from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 
 # Their shapes follow from a subclass's `local_part`.
@@ -67,17 +64,6 @@ class PartialSite(PersonalSite[F]):
     def local_part(cls, network: nn.Module) -> LocalPart:
         """The entries of a network that stay at the site."""
         return LocalPart.of_paths(network, cls.local_paths)
-
-    @classmethod
-    def check(cls, task: TaskConfig, hyper: F, server_hyper: Any) -> None:
-        """Also raises ConfigError if nothing of the network would be shared."""
-        super().check(task, hyper, server_hyper)
-        network = meta_network(task)
-        if not cls.local_part(network).shared(network.state_dict()):
-            raise ConfigError(
-                f"task {task.name}: all of network {task.network['name']} would stay at the site, "
-                "nothing is left to share"
-            )
 
     def joined(self, shared: StateDict) -> StateDict:
         """The site's model: the shared entries with its own.

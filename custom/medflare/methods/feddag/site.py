@@ -16,13 +16,10 @@ from torch.optim import Optimizer
 
 from medflare.core.message import FinalModels
 from medflare.core.rng import seeded
-from medflare.core.text import format_shape
 from medflare.data.loading import Batch
 from medflare.methods import (
     MEASURED,
     MODEL,
-    SELECTED_ROUND,
-    ConfigError,
     FeatureNetwork,
     FedAvgSite,
     FedAvgSiteHyper,
@@ -35,6 +32,7 @@ from medflare.methods import (
     TaskConfig,
     TensorSpec,
     copied_state,
+    extends,
     number,
     param,
     phase,
@@ -153,20 +151,6 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
     def needs_features(cls, hyper: FedDAGSiteHyper) -> bool:
         return hyper.ndag
 
-    @classmethod
-    def check(cls, task: TaskConfig, hyper: FedDAGSiteHyper, server_hyper: Any) -> None:
-        """Also raises ConfigError if images have a side of one pixel.
-
-        The generator's reflected border does not allow it.
-        """
-        super().check(task, hyper, server_hyper)
-        if hyper.ndag and min(task.size) < 2:
-            shape = format_shape(task.size)
-            raise ConfigError(
-                f"ndag: the generator needs images of 2 pixels a side, task {task.name} has "
-                f"{shape}; set ndag=false"
-            )
-
     @cached_property
     def generator(self) -> DomainGenerator:
         """The site's generator network; its weights come with every round."""
@@ -245,7 +229,7 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
     def last_batch(self, round: int) -> Batch:
         return self._last_batch
 
-    @phase(request=(MODEL, GENERATOR.as_optional()), request_meta=(SELECTED_ROUND.as_optional(),))
+    @extends(request=(GENERATOR.as_optional(),))
     def finalize(self, incoming: Message) -> FinalModels:
         """The selected global model in all roles."""
         return super().finalize(incoming)

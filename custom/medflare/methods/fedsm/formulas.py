@@ -209,17 +209,15 @@ def calibration_losses(logits: Tensor, own: int, patients: Sequence[str] | None)
     impossible, so no temperature goes to 0.
 
     Args:
-        logits: of the selector (N, K).
+        logits: of the selector (N, K), N > 0.
         own: the site's label.
         patients: of every image, if the mean scores of a patient choose: a case is a patient; None:
             a case is an image.
 
     Returns:
-        A loss for each temperature; empty without images.
+        A loss for each temperature.
     """
-    losses: list[float] = []
-    if not len(logits):
-        return losses
+    losses = []
     for temperature in TEMPERATURES:
         scores = (logits.double() / temperature).softmax(dim=1)
         if patients is not None:

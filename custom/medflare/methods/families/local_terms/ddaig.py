@@ -14,8 +14,6 @@ by channel, as the paper's images have values from 0 to 1. F's running statistic
 originals. A warm-up without x^ (the code's default is none) is left out.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -25,7 +23,6 @@ from medflare.core.rng import seeded
 from medflare.methods import (
     MEASURED,
     MODEL,
-    ConfigError,
     FeatureNetwork,
     FedAvgServer,
     FedAvgServerHyper,
@@ -38,7 +35,6 @@ from medflare.methods import (
     ServerContext,
     StateDict,
     Step,
-    TaskConfig,
     TensorSpec,
     asks,
     copied_state,
@@ -96,16 +92,6 @@ class DDAIGSite(FedAvgSite[DDAIGHyper]):
     accumulates = False
     freezes = False
     networks: nn.ModuleList  # G and D of the round, set by `train`
-
-    @classmethod
-    def check(cls, task: TaskConfig, hyper: DDAIGHyper, server_hyper: Any) -> None:
-        """Also raises ConfigError if images have a side of one pixel: G reflects their border."""
-        super().check(task, hyper, server_hyper)
-        if min(task.size) < 2:
-            raise ConfigError(
-                f"ddaig: the generator needs images of 2 pixels a side, task {task.name} has "
-                f"{list(task.size)}; run fedavg"
-            )
 
     @phase(request=(MODEL, NETWORKS), reply=(MODEL, NETWORKS), meta=MEASURED)
     def train(self, round: int, incoming: Message) -> Message:
