@@ -14,7 +14,7 @@ from torch import nn
 from medflare.core.message import FinalModels, Message
 from medflare.core.phases import phase
 from medflare.core.specs import TensorSpec
-from medflare.core.states import StateDict
+from medflare.core.states import StateDict, split_state
 from medflare.methods.base import PersistentState, Plan
 from medflare.methods.fedavg.personal import PersonalSite
 from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, F, received
@@ -23,7 +23,7 @@ from medflare.methods.parts.partial import LocalPart
 from medflare.networks.features import copied_state
 from medflare.training.site import Site
 
-# Their shapes follow from a subclass's `local_part`.
+# Their shapes follow from a subclass's `parts`.
 SHARED = TensorSpec("model", "the shared part of the site's model, for the weighted mean")
 LOCAL = TensorSpec("local", "the local part, for the mean that outside sites get")
 
@@ -44,12 +44,8 @@ class PartialSite(PersonalSite[F]):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        model = replace(
-            SHARED, template=lambda plan: cls.local_part(plan.network()).shared(plan.template())
-        )
-        local = replace(
-            LOCAL, template=lambda plan: cls.local_part(plan.network()).local(plan.template())
-        )
+        local = replace(LOCAL, template=lambda plan: cls.parts(plan)[0])
+        model = replace(SHARED, template=lambda plan: cls.parts(plan)[1])
         cls.phases |= {
             "train": replace(cls.phases["train"], request=(model,), reply=(model,)),
             "validate": replace(cls.phases["validate"], request=(model,)),
@@ -58,12 +54,18 @@ class PartialSite(PersonalSite[F]):
 
     def __init__(self, site: Site, plan: Plan[F, Any]):
         super().__init__(site, plan)
-        self.part = self.local_part(plan.network())
+        local, _ = self.parts(plan)
+        self.part = LocalPart(frozenset(local))
 
     @classmethod
     def local_part(cls, network: nn.Module) -> LocalPart:
         """The entries of a network that stay at the site."""
         return LocalPart.of_paths(network, cls.local_paths)
+
+    @classmethod
+    def parts(cls, plan: Plan[F, Any]) -> tuple[StateDict, StateDict]:
+        """Shapes and dtypes of what stays at the site, and of what is shared."""
+        return split_state(plan.template(), cls.local_part(plan.network()).names)
 
     def joined(self, shared: StateDict) -> StateDict:
         """The site's model: the shared entries with its own.
@@ -82,7 +84,7 @@ class PartialSite(PersonalSite[F]):
         self.selection.add(reply[VALIDATION]["global"], round, start)
         trained = reply[MODEL]
         self.local = self.part.local(trained)
-        reply[SHARED] = self.part.shared(trained)
+        reply[SHARED] = {name: trained[name] for name in incoming[SHARED]}
         return reply
 
     @phase(request=(SHARED,), meta=MEASURED)

@@ -24,17 +24,14 @@ from torch.nn.utils import parametrize
 from medflare.core.message import FinalModels
 from medflare.core.states import split_state
 from medflare.methods import (
-    MEASURED,
     MODEL,
     SELECTED_ROUND,
-    VALIDATION,
     FeatureNetwork,
     FedAvgServer,
     FedAvgServerHyper,
     FedAvgSiteHyper,
     Message,
-    PersistentState,
-    PersonalSite,
+    PartialSite,
     Plan,
     ServerContext,
     StateDict,
@@ -46,7 +43,6 @@ from medflare.methods import (
     torch_generator,
     trained_model,
 )
-from medflare.methods.fedavg.partial import LOCAL
 from medflare.networks.foreign import NetworkSpec
 from medflare.training.epochs import named_trainable as trained
 
@@ -123,24 +119,10 @@ def _adapters(plan: Plan[FedLoRAHyper, Any]) -> dict[str, nn.Parameter]:
     return trained(adapted(plan.network(), plan.site_hyper, 0))
 
 
-def _part(plan: Plan[FedLoRAHyper, Any]) -> tuple[StateDict, StateDict]:
-    """What stays at the site, and what travels."""
-    state = _adapters(plan)
-    stays = plan.site_hyper.share == "a"
-    factors = frozenset(name for name in state if stays and name.endswith(".weight.0.B"))
-    return split_state(state, factors)
-
-
 ADAPTERS = TensorSpec("model", template=_adapters)
-SHARED = TensorSpec(
-    "model", "the site's adapters and head, for the weighted mean", lambda plan: _part(plan)[1]
-)
-LOCAL_B = TensorSpec(
-    LOCAL.name, "the site's B, for the mean that outside sites get", lambda plan: _part(plan)[0]
-)
 
 
-class FedLoRASite(PersonalSite[FedLoRAHyper]):
+class FedLoRASite(PartialSite[FedLoRAHyper]):
     """Trains adapters, head and normalisation; final models are plain networks.
 
     With share "a" a site uses the model of its best round by its own validation.
@@ -148,7 +130,14 @@ class FedLoRASite(PersonalSite[FedLoRAHyper]):
 
     server_hyper = FedLoRAServerHyper
     dp_unsupported_reason = "Opacus gives no gradient of each image in an adapted layer"
-    local = PersistentState("local")  # B with share "a"
+
+    @classmethod
+    def parts(cls, plan: Plan[FedLoRAHyper, Any]) -> tuple[StateDict, StateDict]:
+        """B with share "a", else nothing, and all other trained weights."""
+        state = _adapters(plan)
+        stays = plan.site_hyper.share == "a"
+        factors = frozenset(name for name in state if stays and name.endswith(".weight.0.B"))
+        return split_state(state, factors)
 
     def network(
         self,
@@ -168,36 +157,11 @@ class FedLoRASite(PersonalSite[FedLoRAHyper]):
     def joined(self, shared: StateDict) -> StateDict:
         """The adapters with the site's B, which is 0 before its first training."""
         if self.local is None:
-            factors = LOCAL_B.template(self.plan).items()
-            self.local = {name: torch.zeros_like(b, device="cpu") for name, b in factors}
+            factors, _ = self.parts(self.plan)
+            self.local = {
+                name: torch.zeros_like(factor, device="cpu") for name, factor in factors.items()
+            }
         return {**shared, **self.local}
-
-    def add(self, reply: Message, round: int, state: StateDict) -> Message:
-        """The reply; with share "a" its model enters the site's selection."""
-        if self.hyper.share == "a":
-            self.selection.add(reply[VALIDATION]["global"], round, state)
-        return reply
-
-    @phase(request=(SHARED,), reply=(SHARED,), meta=MEASURED)
-    def train(self, round: int, incoming: Message) -> Message:
-        """FedAvg's training of the adapters; the reply holds those that are shared."""
-        start = self.joined(incoming[SHARED])
-        reply = self.add(super().train(round, Message.of({MODEL: start})), round, start)
-        state = reply[MODEL]
-        self.local = {name: state[name] for name in self.joined({})}
-        reply[SHARED] = {name: state[name] for name in incoming[SHARED]}
-        return reply
-
-    @phase(request=(SHARED,), meta=MEASURED)
-    def validate(self, round: int, incoming: Message) -> Message:
-        """The validation metric of the incoming adapters with the site's B."""
-        model = self.joined(incoming[SHARED])
-        return self.add(super().validate(round, Message.of({MODEL: model})), round, model)
-
-    @phase(reply=(LOCAL_B,), meta=MEASURED)
-    def share(self, round: int, incoming: Message) -> Message:
-        """The site's B, once, after the last round."""
-        return self.reply({LOCAL_B: self.joined({})})
 
     @phase(request=(ADAPTERS,), request_meta=(SELECTED_ROUND.as_optional(),))
     def finalize(self, incoming: Message) -> FinalModels:
