@@ -183,11 +183,12 @@ class WorkingTime:
         began = time.monotonic()
         stored = None if self.hours is None else self.store.load(_WORK)
         before = 0.0 if stored is None else stored.meta["seconds"]
-        self._step_ends = began + 60 * self.minutes
+        self._step_ends = math.inf
         self._run_ends = math.inf
         if limited and self.hours is not None:
             self._run_ends = began - before + 3600 * self.hours
         self.check()
+        self._step_ends = began + 60 * self.minutes
         try:
             yield
         finally:
