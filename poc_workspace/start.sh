@@ -13,12 +13,12 @@ starts=$(wc -l <"$kit/start.log")
 # How long the server waits for the last word of a site that is gone: FLARE's own is a quarter of an hour.
 export NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT=${NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT:-60}
 "$kit/startup/start.sh" >>"$kit/start.log" 2>&1 </dev/null
-if tail -n "+$((starts + 1))" "$kit/start.log" | grep "one instance" >/dev/null; then
-    echo "start.sh: $name runs already" >&2
-    exit 1
-fi
 for _ in $(seq "${2:-60}"); do
     sleep 1
+    if tail -n "+$((starts + 1))" "$kit/start.log" | grep "one instance" >/dev/null; then # FLARE writes it in the background
+        echo "start.sh: $name runs already" >&2
+        exit 1
+    fi
     if tail -n "+$((before + 1))" "$kit/log.txt" | grep -E "Server started|Successfully registered client" >/dev/null; then
         echo "$name is up"
         exit 0

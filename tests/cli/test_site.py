@@ -10,7 +10,7 @@ from cli.fake_kits import JOB, Root, make_kit
 from helpers.small_tasks import small_task
 from medflare.cli import main
 from medflare.cli.site import job_states
-from medflare.cli.startup_kit import Kit
+from medflare.cli.startup_kit import Kit, read_object
 from medflare.core.store import write_json
 from medflare.federation.final_models import SiteFolder
 from medflare.flare.names import BUILT, REFUSED
@@ -49,6 +49,33 @@ def test_a_job_with_its_round_and_what_left(site: Kit) -> None:
     )
     assert job.left == {"entries": 2, "bytes": 2100, "withheld": 1}
     assert job.models == ("deployed", "personal") and job.folder == str(own)
+
+
+def test_how_a_job_ended(site: Kit, capsys: pytest.CaptureFixture[str]) -> None:
+    own = _job(site)
+    (job,) = job_states(site)
+    assert (job.ended, job.failure) == ("", "")
+    write_json(
+        own / "status.json", {**read_object(own / "status.json"), "ended": "2026-11-30 10:00"}
+    )
+    (own / "errors.log").write_text("Traceback\nDataError: 1.png is damaged\n")
+    main(["site", "status", str(site.folder)])
+    output = capsys.readouterr().out
+    assert "ended 2026-11-30 10:00, last step: train, round 2 of 20" in output
+    assert "last error: DataError: 1.png is damaged (errors.log)" in output
+
+
+def test_whether_the_party_runs(site: Kit, capsys: pytest.CaptureFixture[str]) -> None:
+    pid = site.folder / "daemon_pid.fl"
+    for content, state in (
+        (None, "does not run"),
+        (os.getpid(), "runs"),
+        (2**22 + 1, "does not run"),
+    ):
+        if content is not None:
+            pid.write_text(str(content))
+        main(["site", "status", str(site.folder)])
+        assert f"site-1, site, {state}" in capsys.readouterr().out
 
 
 def test_why_the_party_refused_a_job(site: Kit) -> None:

@@ -6,6 +6,7 @@ FLARE's own start.sh starts it.
 import csv
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
@@ -16,7 +17,7 @@ import typer
 
 from medflare.cli.options import AUTO_HELP, PathArgument, PathArguments, add_commands, takes
 from medflare.cli.startup_kit import Kit, KitSettings, open_kit, read_object, set_up
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ERRORS, ConfigError
 from medflare.core.text import JsonDict, printable
 from medflare.flare.names import JOB_ID, REFUSED
 
@@ -89,6 +90,8 @@ class JobState:
         step: the phase that was begun last, at `begun`; "" if none was.
         round: 0-based, of `rounds`; None if no phase was begun.
         working: whether the site has not replied to that phase yet.
+        ended: when the job's process ended; "" before, and if it was killed.
+        failure: the last line of the site's errors.log; "" without an error.
         left: number of entries that left the site, their bytes, and the number of entries that the
             outbound guard withheld.
         models: roles of the final models.
@@ -103,6 +106,8 @@ class JobState:
     rounds: int | None
     working: bool
     begun: str
+    ended: str
+    failure: str
     left: dict[str, int]
     models: tuple[str, ...]
     refused: tuple[str, ...]
@@ -125,10 +130,17 @@ def status(kit: PathArgument, as_json: Annotated[bool, typer.Option("--json")] =
     jobs = job_states(party)
     if as_json:
         listed = [dataclasses.asdict(job) for job in jobs]
-        content = {"name": party.name, "kind": party.kind, "server": server, "jobs": listed}
+        content = {
+            "name": party.name,
+            "kind": party.kind,
+            "runs": _is_running(party),
+            "server": server,
+            "jobs": listed,
+        }
         print(json.dumps(content, indent=2))
         return
-    print(f"{party.name}, {party.kind}; server {server}")
+    state = "runs" if _is_running(party) else "does not run on this machine"
+    print(f"{party.name}, {party.kind}, {state}; server {server}")
     for job in jobs:
         heading = printable(f"job {job.id} {job.name}")
         print("\n    ".join([f"\n  {heading}", *map(printable, _job_lines(job))]))
@@ -144,7 +156,13 @@ def _job_lines(job: JobState) -> list[str]:
     lines = [*job.refused]
     if job.round is not None and job.rounds is not None:
         step = f"{job.step}, round {min(job.round + 1, job.rounds)} of {job.rounds}"
-        lines.append(f"{'working on' if job.working else 'last step:'} {step}, since {job.begun}")
+        if job.ended:
+            lines.append(f"ended {job.ended}, last step: {step}")
+        else:
+            doing = "working on" if job.working else "last step:"
+            lines.append(f"{doing} {step}, since {job.begun}")
+    if job.failure:
+        lines.append(f"last error: {job.failure} ({ERRORS})")
     if job.folder:
         lines.append(f"files of this site: {job.folder}")
     left = job.left
@@ -189,6 +207,8 @@ def _job_state(kit: Kit, folder: Path, refused: Iterable[str]) -> JobState:
         rounds=progress.get("rounds"),
         working=bool(progress.get("working")),
         begun=str(progress.get("time", "")),
+        ended=str(progress.get("ended", "")),
+        failure=_last_line(private / ERRORS),
         left={
             "entries": len(sent),
             "bytes": sum(int(row["bytes"] or 0) for row in sent),
@@ -198,6 +218,24 @@ def _job_state(kit: Kit, folder: Path, refused: Iterable[str]) -> JobState:
         refused=tuple(refused),
         folder=str(private) if kit.kind == "site" and private.exists() else "",
     )
+
+
+def _last_line(path: Path) -> str:
+    with suppress(OSError):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return lines[-1] if lines else ""
+    return ""
+
+
+def _is_running(kit: Kit) -> bool:
+    """Whether the process that FLARE's start.sh leaves lives on this machine."""
+    try:
+        os.kill(int((kit.folder / "daemon_pid.fl").read_text()), 0)
+    except PermissionError:
+        return True  # of another account
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _read_json(path: Path) -> JsonDict:

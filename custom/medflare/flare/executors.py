@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,8 +28,8 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from medflare.core.errors import ERRORS, Aborted, MedflareError
-from medflare.core.text import JsonDict
-from medflare.data.local import LOCAL_FILE, find_private_folder, private_folder
+from medflare.core.text import JsonDict, read_json
+from medflare.data.local import LOCAL_FILE, PROGRESS, find_private_folder, private_folder
 from medflare.flare.components import authorize, refuse_result_filters, task_content
 from medflare.flare.flare_patches import share_cleanup_thread
 from medflare.flare.liveness import Heartbeat, wait_for_work
@@ -99,7 +100,7 @@ class MedflareExecutor(Executor):
         return self.method or self.default_method
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Import what the method needs, wait for work, send heartbeats.
+        """Import what the method needs, wait for work, send heartbeats, note the end.
 
         The import ends before the first task, the wait before each poll, and the heartbeats when
         the reply has been sent.
@@ -117,6 +118,7 @@ class MedflareExecutor(Executor):
             try_malloc_trim()
         elif event_type == EventType.END_RUN:
             self._heartbeat.end()
+            self._note_end()
 
     def execute(
         self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
@@ -183,6 +185,15 @@ class MedflareExecutor(Executor):
             if self._spec is not None:
                 with appending(self._spec.folder / ERRORS) as file:
                     file.write(traceback.format_exc().encode(errors="replace"))
+
+    def _note_end(self) -> None:
+        """Note the end of the job for `medflare site status`."""
+        from medflare.core.store import write_json
+
+        with suppress(OSError, ValueError):
+            if self._spec is not None:
+                status = self._spec.folder / PROGRESS
+                write_json(status, read_json(status) | {"ended": f"{datetime.now():%F %T}"})
 
     def _aborted(self) -> bool:
         return self._abort_signal.triggered
