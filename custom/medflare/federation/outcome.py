@@ -26,8 +26,10 @@ class StepReport:
     aggregation: dict[str, dict[str, float | None]]
 
     def text(self, rounds: int) -> str:
-        """For example "round 3/20 train: A loss 0.4120 global 0.801 weight 0.612 | B not used
-        (holds NaN) | 1.2 s"; `rounds`: of the run.
+        """For example "round 3/20 train: A loss 0.4120 global before 0.801 weight 0.612 | B not
+        used (holds NaN) | 1.2 s"; `rounds`: of the run.
+
+        A site validates a model before it trains it.
         """
         round = self.step.round
         if round < rounds:
@@ -39,10 +41,12 @@ class StepReport:
         parts = {}
         for site, reply in self.meta.items():
             part = site
+            when = ""
             if reply.get("loss") is not None:
                 part += f" loss {reply['loss']:.4f}"
+                when = " before"
             for model, value in reply.get("validation", {}).items():
-                part += f" {model} {format_metric('', value)}"
+                part += f" {model}{when} {format_metric('', value)}"
             if "privacy" in reply:
                 part += f" ε {format_metric('', reply['privacy'].get('epsilon'))}"
             parts[site] = part

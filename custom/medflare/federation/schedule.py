@@ -265,13 +265,16 @@ class Federation:
             if usable >= self._needed:
                 break
             name = step_name(step.phase, step.round, self._context.rounds)
-            reason = f"{usable} usable replies to {name}, {self._needed} are needed"
+            reason = f"{usable} of {self._needed} needed replies to {name} are usable"
             problems = "no site is present"
             if asked:
                 absent = [site for site in enrolment.inside if site not in members]
                 problems = join_problems(dict.fromkeys(absent, "not there") | validated.rejected)
             if attempt == _REPEATS:
-                raise FederationFailed(f"{reason} ({problems})")
+                raise FederationFailed(
+                    f"{reason} ({problems}); resume the run when these sites reply, or give a "
+                    "smaller --min-sites"
+                )
             self.events.add("repeated", f"{reason}; asking again ({problems})", round=step.round)
             failed |= validated.rejected.keys()
         return validated
