@@ -41,18 +41,19 @@ def predict(
         model: its folder, or what `load_model` returns.
         inputs: files and folders of images, or one of them.
         out: folder for the masks and predictions.csv.
-        options: adapt, device, strict, ... of `medflare.inference.predict.predict`.
+        options: adapt, device, strict, ... of `medflare.inference.predict.predict`; `say`, called
+            with a line for each image without a prediction, is print.
 
     Returns:
-        A `medflare.inference.predict.PredictionSummary`; its `render()` is the summary in lines,
-        `failed` a line for each image without a prediction.
+        A `medflare.inference.predict.PredictionSummary`, which shows itself in lines.
     """
     if isinstance(model, str | Path):
         model = load_model(model)
     if isinstance(inputs, str | Path):
         inputs = [inputs]
     paths = [Path(path) for path in inputs]
-    options = {"builder": import_module("medflare.methods.catalogue").build_deployed, **options}
+    builder = import_module("medflare.methods.catalogue").build_deployed
+    options = {"builder": builder, "say": print, **options}
     return import_module("medflare.inference.predict").predict(model, paths, Path(out), **options)
 
 

@@ -166,7 +166,7 @@ def test_the_page_names_models_that_are_there(record: RunRecord, tmp_path: Path)
         write_results(tmp_path, record)
         return (tmp_path / "report.html").read_text()
 
-    assert "medflare predict" not in page()
+    assert "medflare predict" not in page() and "models/" not in page()
     (tmp_path / "models" / "global").mkdir(parents=True)
     assert "predict models/global" in page() and "models/deployed" not in page()
     (tmp_path / "models" / "deployed").mkdir()

@@ -212,6 +212,8 @@ def test_masks_and_table(trained: Runs, data_root: Path, tmp_path: Path) -> None
     again = predict(stored, [first], tmp_path, builder=build_deployed)
     assert "8 files of earlier predictions are left" in again.render()
     assert summary.left_over == 0
+    assert repr(again) == again.render()
+    assert repr(stored) == f"<super model for task {stored.task.name}>"
 
 
 def test_every_format_in_its_own_geometry(tmp_path: Path, untrained: Models) -> None:

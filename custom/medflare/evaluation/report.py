@@ -113,6 +113,7 @@ def render_report(
     return template("report.html").render(
         results=results,
         constants=_mean_constants(sites),
+        models=models,
         next_model=_usable_folder(columns, models),
         level=level_sentence(results),
         columns=columns,

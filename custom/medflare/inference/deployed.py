@@ -152,13 +152,16 @@ class Branching(Protocol):
         """An equal module with the same computation for all images."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StoredModel:
     """A delivered model as read from its folder."""
 
     task: TaskConfig
     message: Message
     card: JsonDict
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} model for task {self.task.name}>"
 
     @property
     def kind(self) -> str:

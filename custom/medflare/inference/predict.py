@@ -86,9 +86,9 @@ class Prediction:
     predicted_by: tuple[str, ...]
 
 
-@dataclass
+@dataclass(repr=False)
 class PredictionSummary:
-    """The result of a call of `predict`."""
+    """The result of a call of `predict`; shows itself as its summary in lines."""
 
     table: Path
     say: Say
@@ -120,6 +120,9 @@ class PredictionSummary:
         """Record an input that could not be predicted."""
         self.failed.append(line)
         self.say(line)
+
+    def __repr__(self) -> str:
+        return self.render()
 
     def render(self) -> str:
         """The summary in lines."""

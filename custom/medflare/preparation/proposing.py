@@ -444,7 +444,7 @@ def _channels_and_dims(
     else:
         count = max(channel_counts)
         kind = {1: "grey", 3: "colour"}.get(count, f"{count} channels in a file")
-        channels = Choice("channels", count, f"{kind} in {len(shapes)} images")
+        channels = Choice("channels", count, f"{kind} in the {len(shapes)} images read")
     if hints.dims:
         dims = Choice("spatial_dims", hints.dims, "as given")
     elif max(dimensions) > 2:
