@@ -244,13 +244,13 @@ def _intensities_outside(
     slack = _MEDIAN * max((*trained.contrasts[1], 0.0))
     rows = zip(image.medians, image.contrasts, *trained.medians, *trained.contrasts, strict=True)
     for number, (median, contrast, low, high, least, most) in enumerate(rows):
-        of = ""
+        channel = ""
         if len(image.medians) > 1:
-            of = f"of channel {channels[number] if channels else number} "
+            channel = f"channel {channels[number] if channels else number}: "
         if not low - slack <= median <= high + slack:
-            lines.append(f"median {of}{median:.4g}, trained on {low:.4g} to {high:.4g}")
+            lines.append(f"{channel}median {median:.4g}, trained on {low:.4g} to {high:.4g}")
         if _beyond([contrast], ([least], [most]), _CONTRAST):
-            lines.append(f"span {of}{contrast:.4g}, trained on {least:.4g} to {most:.4g}")
+            lines.append(f"{channel}span {contrast:.4g}, trained on {least:.4g} to {most:.4g}")
     return lines
 
 

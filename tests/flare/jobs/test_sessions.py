@@ -12,13 +12,14 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import ReservedKey, SystemComponents
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.job_def import RunStatus
-from nvflare.fuel.flare_api.api_spec import JobNotRunning
+from nvflare.fuel.flare_api.api_spec import AuthorizationError, JobNotRunning
 from nvflare.private.fed.server.job_runner import JobRunner
 
 from flare.jobs.sessions import Served, job
 from medflare.cli import main
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, MedflareError
 from medflare.flare.components import UnfinishedJobs
+from medflare.flare.jobs import sessions
 from medflare.flare.jobs.sessions import (
     _name,
     found_job,
@@ -98,6 +99,18 @@ def test_the_table_says_who_takes_up_whom() -> None:
     assert rows[2].split()[3:5] == ["-", "-"], "of a job that says nothing of itself"
     assert len({row.index("RUNNING") for row in rows}) == 1
     assert job_table([]) == "no jobs"
+
+
+def test_a_member_who_submits_is_told_to_take_the_leads_kit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "startup").mkdir()
+    kit_file = tmp_path / "startup" / "fed_admin.json"
+    kit_file.write_text(json.dumps({"admin": {"username": "member@hospital.org"}}))
+    connection = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(sessions, "new_secure_session", lambda *_: connection)
+    with pytest.raises(MedflareError, match="a lead's may"), sessions.session(tmp_path):
+        raise AuthorizationError("user not authorized for the action 'submit_job'")
 
 
 @pytest.mark.parametrize("content", [None, {"admin": {}}, {"admin": None}, []])

@@ -80,6 +80,10 @@ def session(kit: Path) -> Iterator[Session]:
         yield connection
     except LOST as error:
         raise Unreachable(f"no more session with the server of {kit}: {one_line(error)}") from error
+    except api_spec.AuthorizationError as error:
+        raise MedflareError(
+            f"the server of {kit}: its account may not do this; a lead's may (--kit)"
+        ) from error
     except REFUSALS as error:
         raise MedflareError(f"the server of {kit}: {one_line(error)}") from error
     finally:
