@@ -111,6 +111,8 @@ def test_usual_weights_for_a_rare_class_are_allowed(task: TaskConfig) -> None:
         {"name": "adamw", "weight_decay": 99.0, "betas": [0.0, 0.999]},
         {"name": "Adagrad", "lr_decay": 1e9},
         {"name": "RMSprop", "momentum": 1000.0},
+        # The 54th step is the first that is not as short as the gradient.
+        {"name": "RAdam", "betas": [0.0, 0.6666666685254268], "eps": 1e-30},
     ],
 )
 def test_an_optimizer_does_not_make_a_model_of_one_step(arguments: dict[str, Any]) -> None:

@@ -32,6 +32,8 @@ from medflare.training.site import Site
 _MOST = 0.9  # of the weight of all training images
 _AUGMENTED = 200  # patients whose images are augmented, to see what is left of them
 _LEAST_DRAWS = 50  # augmented images, of few patients several of each
+_LONGEST = 128  # steps that are tried; RAdam's first long step is among the first hundred
+_GRADIENTS = (1.0, 1e-9)  # that are tried
 _LEAST_CONTRAST = 0.1  # of the patient with the most; 0.99 of the patients of real sites have it
 _LEAST_OF_CHANNEL = 0.01  # the same in one channel; one of a photograph may be saturated
 
@@ -241,30 +243,38 @@ def weighty_patients(task: TaskConfig, data: SiteData, minimum_patients: int) ->
 
 
 def weighty_steps(task: TaskConfig, steps: int) -> int:
-    """The smallest number of so many steps of the task's optimizer that have 0.9 of the change of
-    the model.
+    """The smallest number of steps of the task's optimizer that have 0.9 of the change of the model
+    after so many steps or more.
 
     Each step has a gradient in a coordinate of its own, and changes this one. Of the optimizers of
     torch with their usual arguments half the steps or more; one with `dampening=1` of SGD, where
     the first step's gradient alone counts, or with a weight decay of 1 / lr, where the last does.
+    RAdam's steps are as long as gradients, which may be tiny, until one that its beta2 chooses.
     """
     if task.optimizer["lr"] * task.optimizer.get("weight_decay", 0.0) >= 1:
         return 0  # with the schedule's factor it may be 1 in some round
-    with_gradients = _after_steps(task, torch.eye(steps, dtype=torch.float64))
-    without = _after_steps(task, torch.zeros(steps, steps, dtype=torch.float64))
-    return _weighty((with_gradients - without).abs().tolist())
+    longest = max(steps, _LONGEST)
+    counts = []
+    for size in _GRADIENTS:
+        gradients = size * torch.eye(longest, dtype=torch.float64)
+        changes = _after_steps(task, gradients) - _after_steps(task, 0 * gradients)
+        for done in range(steps, longest + 1):
+            counts.append(_weighty(changes[done - 1, :done].abs().tolist()))
+    return min(counts)
 
 
 def _after_steps(task: TaskConfig, gradients: Tensor) -> Tensor:
-    """The weights (K,), at first zero, after a step of the task's optimizer with each row of
+    """The weights (steps, K), at first zero, after each step of the task's optimizer with a row of
     `gradients` (steps, K).
     """
     weights = torch.nn.Parameter(torch.zeros_like(gradients[0]))
     optimizer = build_optimizer(task.optimizer, [weights], f"task {task.name}")
+    after = []
     for gradient in gradients:
         weights.grad = gradient.clone()
         optimizer.step()
-    return weights.detach()
+        after.append(weights.detach().clone())
+    return torch.stack(after)
 
 
 def _fewest(task: TaskConfig, weights: Tensor, patients: int, minimum: int) -> int:
