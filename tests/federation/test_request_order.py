@@ -15,7 +15,6 @@ from medflare.core.message import Message
 from medflare.core.store import MemoryStore
 from medflare.data.local import Bounds, LocalSettings
 from medflare.federation.data_record import DataRecord
-from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
 from medflare.federation.protocol import FEDERATION_SHARES
 from medflare.federation.settings import FINALIZE
@@ -237,20 +236,6 @@ def test_scores_of_many_models_are_as_many_metrics(tmp_path: Path, most: int) ->
     else:
         with pytest.raises(ConfigError, match=r"bounds\.validations"):
             asked.answer("score", 0, request)
-
-
-def test_the_plain_loop_begins_anew_in_the_folder_of_an_earlier_run(tmp_path: Any) -> None:
-    for rounds in (2, 3):
-        results = run_local(
-            "fedavg",
-            squares.SEGMENTATION,
-            ["A", "B"],
-            rounds=rounds,
-            seed=squares.SEED,
-            out=tmp_path,
-            opener=lambda site, role: squares.site(site),
-        )
-        assert results["status"] == "COMPLETED", results["reason"]
 
 
 def test_the_last_step_is_answered_again_with_the_same_adaptation_only() -> None:

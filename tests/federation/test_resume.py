@@ -20,7 +20,6 @@ from medflare.federation.local.loop import resume_local
 from medflare.federation.memory import StoredAlgorithm
 from medflare.federation.outcome import StepReport
 from medflare.federation.settings import ENROL
-from medflare.federation.tracking import TENSORBOARD
 from medflare.methods.base import Step
 from medflare.testing import Killed
 
@@ -172,17 +171,6 @@ class TestUsedFolder:
     @pytest.fixture
     def used(self, tmp_path: Path, whole: Callable[[str], tuple[Path, Any]]) -> Path:
         return shutil.copytree(whole("fedsm")[0], tmp_path / "run")
-
-    def test_nothing_of_the_earlier_run_is_left(self, used: Path) -> None:
-        (used / "sites" / "site-9").mkdir()
-        (used / TENSORBOARD).mkdir(exist_ok=True)
-        for folder in ("sites/site-1", "sites/site-1/state", "sites/site-9", "models", TENSORBOARD):
-            (used / folder / "old").touch()
-        assert (used / "models" / "personal").exists()
-        run(used, "fedavg", rounds=1)
-        assert not list(used.rglob("old"))
-        assert [path.name for path in (used / "models").iterdir()] == ["global"]
-        assert {path.name for path in (used / "sites").iterdir()} == {"site-1", "site-2"}
 
     def test_a_folder_of_no_run_keeps_its_files(self, tmp_path: Path) -> None:
         for name in ("models", "sites"):

@@ -7,7 +7,8 @@ import pytest
 from helpers.rounds import read_rounds
 from helpers.small_tasks import tiny_phantom
 from medflare.evaluation.results import load_results
-from medflare.federation.local.loop import run_local
+from medflare.federation.local.loop import resume_local, run_local
+from medflare.federation.outcome import StepReport
 from medflare.federation.run import Run
 from medflare.federation.settings import WAITS, RunSettings
 from medflare.inference.deployed import load_model
@@ -80,23 +81,27 @@ def test_an_interrupted_run_is_failed_with_its_reason(tmp_path: Path) -> None:
     assert [event["kind"] for event in results["events"]] == ["aborted"]
 
 
-def test_a_new_run_deletes_the_results_of_an_earlier_one(tmp_path: Path) -> None:
-    run_local("fedavg", TINY, 2, rounds=2, seed=3, out=tmp_path)
-    there: list[bool] = []
-    run_local(
-        "fedavg",
-        TINY,
-        2,
-        rounds=1,
-        seed=3,
-        out=tmp_path,
-        observe=lambda step: there.append(
-            (tmp_path / "results.json").exists() or (tmp_path / "report.html").exists()
-        ),
-    )
-    assert there == [False, False] and len(read_rounds(tmp_path)) == 2, (
-        "a round and the look at its models"
-    )
+def test_an_earlier_run_in_the_folder_is_renamed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    said: list[str] = []
+    for rounds in (1, 2, 3):
+        run_local("fedavg", TINY, 2, rounds=rounds, seed=3, out=folder, say=said.append)
+    of_folders = [load_results(tmp_path / name)["rounds"] for name in ("run.1", "run.2", "run")]
+    assert of_folders == [1, 2, 3]
+    assert f"the earlier run in {folder} is in {folder}.2 now" in said
+
+
+def test_the_checkpoint_of_a_run_that_was_stopped_is_kept(tmp_path: Path) -> None:
+    def stop(report: StepReport) -> None:
+        if report.index == 1:
+            raise KeyboardInterrupt
+
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        run_local("fedavg", TINY, 2, rounds=2, seed=3, out=folder, observe=stop)
+    (folder / "results.json").unlink()  # as after a kill
+    run_local("fedavg", TINY, 2, rounds=1, seed=3, out=folder)
+    assert resume_local(tmp_path / "run.1")["status"] == "COMPLETED"
 
 
 @pytest.mark.parametrize("method", ["fedrep", "fedsm"])

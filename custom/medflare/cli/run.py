@@ -287,6 +287,7 @@ def run(
         medflare run fingerprint --task brain_lgg_3d --sites CS,DU,FG,HT --data-root DATA  # for
             medflare task plan
     """
+    from medflare.core.store import free_folder
     from medflare.evaluation.console import show_results
     from medflare.federation.preflight import check_run
     from medflare.federation.tracking import check_track
@@ -330,7 +331,8 @@ def run(
             with options.environment(weights=weights or choice.model):
                 starting_state(task, arguments["seed"])
             print(_planned(method, task, hyper, inside, outside, arguments))
-            print(f"nothing was written; without --dry-run the results come to {_free(target)}")
+            free = free_folder(target)
+            print(f"nothing was written; without --dry-run the results come to {free}")
             return 0
         with _new_folder(target) as folder, options.environment(weights=weights or choice.model):
             if engine == "local":
@@ -415,16 +417,6 @@ def _simulate(recipe: Any, names: list[str], folder: Path, threads: int | None) 
                 (folder / path.name).symlink_to(os.path.relpath(path, folder))
 
 
-def _free(folder: Path) -> Path:
-    """The folder, or the first of FOLDER.1, FOLDER.2, ... without a run in it."""
-    free = folder
-    number = 0
-    while free.is_dir() and any(free.iterdir()):
-        number += 1
-        free = folder.with_name(f"{folder.name}.{number}")
-    return free
-
-
 def _has_trained_nothing(run: Path) -> bool:
     """Whether a run failed before its first round ended, and cannot be resumed."""
     from medflare.evaluation.results import FAILED, RESULTS_FILE, ROUNDS_FILE, load_results
@@ -438,12 +430,14 @@ def _has_trained_nothing(run: Path) -> bool:
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """Make an empty folder for a run, see `_free`; it is removed if the block writes nothing.
+    """Make an empty folder for a run, see `free_folder`; it is removed if the block writes nothing.
 
     Yields the folder. ConfigError: another process runs in `folder`.
     """
+    from medflare.core.store import free_folder
+
     with locked(folder):
-        free = _free(folder)
+        free = free_folder(folder)
         free.mkdir(parents=True, exist_ok=True)
     if free != folder:
         earlier = f"an earlier run keeps the name {folder}"

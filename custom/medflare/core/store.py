@@ -189,6 +189,16 @@ def make_folder(folder: Path, *, public: bool = False) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
+def free_folder(folder: Path) -> Path:
+    """The folder, or the first of FOLDER.1, FOLDER.2, ... without anything in it."""
+    free = folder
+    number = 0
+    while free.is_dir() and any(free.iterdir()):
+        number += 1
+        free = folder.with_name(f"{folder.name}.{number}")
+    return free
+
+
 def write_json(path: Path, content: Any, *, public: bool = False) -> None:
     """Write indented JSON atomically; ValueError for NaN and infinity. `public` as for
     `write_atomically`.

@@ -1,6 +1,5 @@
 """One run from settings to results, for the plain loop and the FLARE controller."""
 
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -9,22 +8,19 @@ from pathlib import Path
 
 from medflare.core.errors import Aborted, MedflareError, StepFailed
 from medflare.core.events import EventLog
-from medflare.core.store import StateStore, make_folder, write_json
+from medflare.core.store import make_folder, write_json
 from medflare.core.text import Json, JsonDict, Say
 from medflare.data.acquisition import TRAINED_ON
 from medflare.data.progress import RoundsLeft
 from medflare.evaluation.report import write_results
 from medflare.evaluation.results import (
-    REPORT_FILE,
-    RESULTS_FILE,
-    ROUNDS_FILE,
     RunRecord,
     SiteRecord,
     append_round,
     build_results,
     versions_of_run,
 )
-from medflare.federation.checkpoint import CHECKPOINT, Checkpoint
+from medflare.federation.checkpoint import Checkpoint
 from medflare.federation.enrolment import identity_of, join_problems, trained_on
 from medflare.federation.exchange import Exchange
 from medflare.federation.final_models import PICTURES
@@ -33,7 +29,7 @@ from medflare.federation.preflight import check_run
 from medflare.federation.protocol import FEDERATION_SHARES
 from medflare.federation.schedule import Federation
 from medflare.federation.settings import WAITS, RunSettings
-from medflare.federation.tracking import TENSORBOARD, Tracker
+from medflare.federation.tracking import Tracker
 from medflare.inference.deployed import save_model
 from medflare.methods.aggregation import Aggregation
 from medflare.methods.base import ServerAlgorithm, ServerContext
@@ -103,8 +99,6 @@ class Run:
         if self.folder is not None:
             # Others may read its report, not the folders in it.
             make_folder(self.folder, public=True)
-            if not resume:
-                self._delete_earlier_run(self.folder)
         name = f"{self.method.name}-seed{self.settings.seed}"
         tracker = Tracker(self.track, self.folder, f"medflare {self.task.name}", name, self._warn)
         try:
@@ -155,18 +149,6 @@ class Run:
     def _warn(self, problem: str) -> None:
         self.events.add("warning", problem)
         self.say(f"warning: {problem}")
-
-    def _delete_earlier_run(self, folder: Path) -> None:
-        """Delete what an earlier run has left in the folder."""
-        checkpoint = StateStore(self.checkpoints or folder)
-        files = [folder / name for name in (RESULTS_FILE, ROUNDS_FILE, REPORT_FILE)]
-        is_of_run = files[0].exists() or checkpoint.path(CHECKPOINT).exists()
-        for path in (*files, *self._pictures()):
-            path.unlink(missing_ok=True)
-        checkpoint.delete(CHECKPOINT)
-        if is_of_run:
-            for name in (MODELS_FOLDER, SITES_FOLDER, TENSORBOARD):
-                shutil.rmtree(folder / name, ignore_errors=True)
 
     def check(self, *, resume: bool = False) -> None:
         """Raise ConfigError for a run that cannot start, see `preflight.check_run`; StateError for

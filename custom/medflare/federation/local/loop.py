@@ -1,6 +1,5 @@
 """The plain loop: a federation on one machine without FLARE, with the same algorithms."""
 
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -11,11 +10,12 @@ from typing import Any
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.settings import check_site_name
-from medflare.core.store import MemoryStore, StateStore, Store, refuse_links
+from medflare.core.store import MemoryStore, StateStore, Store, free_folder, refuse_links
 from medflare.core.text import Json, Say
 from medflare.data.local import LocalSettings
+from medflare.evaluation.results import RESULTS_FILE
 from medflare.evaluation.run_results import RunResults, in_notebook
-from medflare.federation.checkpoint import stored_plan
+from medflare.federation.checkpoint import CHECKPOINT, stored_plan
 from medflare.federation.final_models import ArtifactStore, SiteFolder
 from medflare.federation.local.local_exchange import (
     ForkedExchange,
@@ -89,8 +89,8 @@ def run_local(
         server_algorithm: method whose server algorithm replaces that of `method`.
         absent: round -> sites that cannot be reached in it.
         opener: (name, role) -> site, for data from elsewhere than `data_root`.
-        out: folder for results.json, report.html, models and the sites' folders, in place of those
-            of an earlier run; None: nothing is written.
+        out: folder for results.json, report.html, models and the sites' folders; an earlier run in
+            it is renamed (OUT.1, ...); None: nothing is written.
         resume: continue an interrupted run in `out`; everything else must be as before.
         workers: how many sites train at the same time, each in a process with OMP_NUM_THREADS
             threads (default 1); any number gives the same models. None: one after the other in this
@@ -170,9 +170,10 @@ def run_local(
         )
 
     names = (*inside, *apart)
-    if folder is not None and not resume:  # a new run begins in the folder of an earlier one
-        for name in names:
-            shutil.rmtree(folder / SITES_FOLDER / name / STATE, ignore_errors=True)
+    if folder is not None and not resume and _has_run(folder):
+        earlier = free_folder(folder)
+        folder.rename(earlier)
+        say(f"the earlier run in {folder} is in {earlier} now")
     with nullcontext() if workers is None else threads_of_a_site():
         if workers is None or workers == 1:
             exchange = LocalExchange(names, open_participant, absent or {}, forgetful)
@@ -181,6 +182,11 @@ def run_local(
         with closing(exchange):
             results = run.execute(exchange, resume=resume, checked=True)
     return RunResults(results, run.outcome.history, folder)
+
+
+def _has_run(folder: Path) -> bool:
+    """Whether the results or the checkpoint of a run are in a folder."""
+    return (folder / RESULTS_FILE).exists() or StateStore(folder).path(CHECKPOINT).exists()
 
 
 def resume_local(folder: Path | str, **options: Any) -> RunResults:
