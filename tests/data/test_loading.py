@@ -105,7 +105,10 @@ def test_classes_get_the_tasks_numbers_by_their_names(
     four = make_task("classification", labels=["dark", "medium", "bright", "quite_bright"])
     data = load_site_data("A", four, folder)
     assert data.notes == (
-        '"labels" of datalist.json count so: 1 bright as 2 bright, 2 quite bright as 3 quite_bright',
+        (
+            "classes of datalist.json that have another name in the task: "
+            "1 bright as 2 bright, 2 quite bright as 3 quite_bright"
+        ),
         "class medium is absent from the training images",
     )
     assert data.train.targets.tolist() == [

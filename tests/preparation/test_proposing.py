@@ -172,7 +172,7 @@ def test_hints_are_used(tmp_path: Path) -> None:
 def test_one_class_may_be_renamed(tmp_path: Path) -> None:
     task, _ = proposed(classes(tmp_path / "a"), labels=("cat", "hound"))
     assert task.label_values == {"cat": [0], "hound": [1]}
-    assert "count so: 1 dog as 1 hound" in check_site(tmp_path / "a", task).render()
+    assert "another name in the task: 1 dog as 1 hound" in check_site(tmp_path / "a", task).render()
     for names in (("cat", "dog"), ("cat", "dog", "horse")):
         assert not proposed(tmp_path / "a", ImportOptions(force=True), labels=names)[0].label_values
     (pairs(tmp_path / "b", values=(1, 2)) / "dataset.json").write_text(

@@ -265,7 +265,8 @@ def run(
         engine: FLARE's simulator or a plain loop
         weights: File or folder of the task's network.weights (default: MEDFLARE_WEIGHTS)
         threads: Sites that train at the same time under FLARE (default: all)
-        dry_run: Check everything, print what would run, and write nothing
+        dry_run: Check the settings (images: medflare data check), print what would run, and write
+            nothing
         out: Folder for the results
 
     Examples:

@@ -250,7 +250,7 @@ def _renamed(
         pairs.append(f"{number} {name} as {target} {label_of[target]}")
     if not pairs:
         return ""
-    return f'"labels" of {FILE} count so: {", ".join(pairs)}'
+    return f"classes of {FILE} that have another name in the task: {', '.join(pairs)}"
 
 
 def same_names(names: Mapping[str, Sequence[int]], others: Mapping[str, Sequence[int]]) -> bool:

@@ -72,8 +72,8 @@ class RunSettings(Rules):
     """The settings of a run.
 
     Attributes:
-        rounds: of the federation, in commands 10 by default; 0 trains nothing, see
-            `preflight.check_run`.
+        rounds: of the federation, in commands 10 by default; 0 only tests a model to start from,
+            see `preflight.check_run`.
         seed: of everything that is random, in commands 0 by default.
         outside: names of sites that do not train and only receive the final models.
         step_timeout: seconds after which a step continues without the missing sites; 0, the

@@ -155,7 +155,9 @@ def test_a_server_that_does_not_come_back_is_given_up_by_name() -> None:
 
 def test_a_job_that_the_server_lost_ends_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     ended, output = watched(Leaving(RUNNING, ""), Served("FINISHED:ABANDONED"))
-    assert not ended and output[-2] == "id FINISHED:ABANDONED" and "`medflare resume`" in output[-1]
+    assert (
+        not ended and output[-2] == "id FINISHED:ABANDONED" and "`medflare resume JOB" in output[-1]
+    )
     monkeypatch.setattr("medflare.flare.jobs.watching._GONE", 0.0)
     ended, output = watched(Served(RUNNING, RUNNING))
     assert not ended and "no process" in output[-1]

@@ -35,7 +35,8 @@ _GONE = 300.0  # seconds in the state RUNNING without statistics after which a j
 _SILENT = 10.0
 _RESUME = (
     "the server was started again meanwhile; "
-    "a new job resumes it after its last finished step (`medflare resume`)"
+    "a new job resumes it after its last finished step "
+    "(`medflare resume JOB_FOLDER --job ID --out NEW`, then submit NEW)"
 )
 _FINISHED = "FINISHED:"  # prefix of FLARE's final states
 # From `federation.outcome.StepReport.text`.
