@@ -150,7 +150,7 @@ def test_commands_of_the_deployment_page_exist() -> None:
             if re.fullmatch(r"poc_workspace/\w+\.(sh|py|yml)", word):
                 scripts.add(word)
     assert (
-        len(scripts) >= 6
+        len(scripts) >= 5
         and [script for script in sorted(scripts) if not (ROOT / script).exists()] == []
     )
 
