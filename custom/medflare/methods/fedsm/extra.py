@@ -33,20 +33,23 @@ from medflare.methods import (
 from medflare.methods.fedsm.formulas import ensemble_output, extra_labels
 from medflare.methods.fedsm.hyper import FedSMExtraServerHyper, FedSMExtraSiteHyper
 from medflare.methods.fedsm.personalization import PERSONALS
-from medflare.methods.fedsm.selector import UPDATE, SelectorEntries, SelectorLoss
+from medflare.methods.fedsm.selector import (
+    GRADIENT,
+    TRAINED_SELECTOR,
+    UPDATE,
+    SelectorLoss,
+    selector_outputs,
+)
 from medflare.methods.fedsm.server import SuperModelServer
-from medflare.methods.fedsm.site import COMMON_META, SuperModelSite
+from medflare.methods.fedsm.site import COMMON_META, SUPER_MODEL, SuperModelSite
 from medflare.methods.fedsm.super_model import CLASSES, SuperModel, super_model_parts
 
 FROZEN = TensorSpec("frozen")  # the frozen models in a site's memory
 COMBINE = MetaSpec[str](
     "combine", "whether one model answers, or all by their scores", text("extra", "ensemble")
 )
-# One score for the global model and one for every site.
-SELECTOR_OF_ALL = SelectorEntries(lambda plan: len(plan.sites) + 1)
-SUPER_MODEL = (MODEL, PERSONALS, SELECTOR_OF_ALL.weights)
 # The frozen models come once.
-FROZEN_MODELS = (MODEL.as_optional(), PERSONALS, SELECTOR_OF_ALL.trained)
+FROZEN_MODELS = (MODEL.as_optional(), PERSONALS, TRAINED_SELECTOR)
 FROZEN_META: tuple[MetaSpec, ...] = tuple(item.as_optional() for item in (*COMMON_META, COMBINE))
 
 
@@ -54,7 +57,6 @@ class FedSMExtraSite(SuperModelSite[FedSMExtraSiteHyper]):
     """Trains the global and the personal model, then the selector alone."""
 
     server_hyper = FedSMExtraServerHyper
-    entries = SELECTOR_OF_ALL
     kind = "super_extra"
     dp_unsupported_reason = "the selector's gradient leaves the site without noise"
 
@@ -72,10 +74,7 @@ class FedSMExtraSite(SuperModelSite[FedSMExtraSiteHyper]):
             )
 
     @phase(
-        request=FROZEN_MODELS,
-        request_meta=(*FROZEN_META, UPDATE),
-        reply=(SELECTOR_OF_ALL.gradient,),
-        meta=MEASURED,
+        request=FROZEN_MODELS, request_meta=(*FROZEN_META, UPDATE), reply=(GRADIENT,), meta=MEASURED
     )
     def train_selector(self, round: int, incoming: Message) -> Message:
         """A round of the selector alone.
@@ -112,7 +111,7 @@ class FedSMExtraSite(SuperModelSite[FedSMExtraSiteHyper]):
         return super().finalize(incoming)
 
     def _networks_of(self, models: Message) -> list[nn.Module]:
-        networks, _, _ = super_model_parts(self.site.task, models, self.outputs)
+        networks, _, _ = super_model_parts(self.site.task, models, selector_outputs(self.plan))
         return [network.to(self.site.device) for network in networks]
 
     @torch.no_grad()
@@ -171,7 +170,7 @@ class FedSMExtraServer(SuperModelServer[FedSMExtraServerHyper]):
         message = Message()
         if site not in self._sites_with_models:
             message = self.configure_final(site)
-        message[SELECTOR_OF_ALL.trained] = self.selector
+        message[TRAINED_SELECTOR] = self.selector
         message[UPDATE] = 0
         return message
 

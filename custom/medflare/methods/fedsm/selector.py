@@ -17,6 +17,7 @@ from medflare.core.states import state_bytes
 from medflare.data.loading import Batch
 from medflare.methods import MetaSpec, Plan, Replies, Site, StateDict, TensorSpec, count
 from medflare.methods.fedsm.formulas import ridge_solution
+from medflare.methods.fedsm.hyper import FedSMExtraSiteHyper
 from medflare.networks.catalogue import feature_width, task_network
 
 RIDGE = "ridge_selector"
@@ -53,34 +54,27 @@ def _is_trained(plan: Plan) -> bool:
     return not is_ridge(plan)
 
 
-class SelectorEntries:
-    """The declarations of a selector with `outputs(plan)` scores.
-
-    Attributes:
-        outputs: plan -> number of scores.
-        weights: its weights, once it is finished.
-        trained: its weights while it is trained.
-        gradient: what the sites reply while it is trained.
-    """
-
-    def __init__(self, outputs: Callable[[Plan], int]):
-        def parameters(plan: Plan) -> Mapping[str, Tensor]:
-            return dict(plan.network(selector_spec(plan), outputs(plan)).named_parameters())
-
-        self.outputs = outputs
-        self.weights = TensorSpec(
-            "selector", template=lambda plan: plan.template(selector_spec(plan), outputs(plan))
-        )
-        self.trained = replace(self.weights, when=_is_trained)
-        self.gradient = TensorSpec(
-            "selector_gradient",
-            "the gradient of the selector, which tells sites apart",
-            parameters,
-            _is_trained,
-        )
+def selector_outputs(plan: Plan) -> int:
+    """A score for every site; of FedSM-extra's selector also one for the global model."""
+    return len(plan.sites) + isinstance(plan.site_hyper, FedSMExtraSiteHyper)
 
 
-SELECTOR = SelectorEntries(lambda plan: len(plan.sites))
+def _parameters(plan: Plan) -> Mapping[str, Tensor]:
+    network = plan.network(selector_spec(plan), selector_outputs(plan))
+    return dict(network.named_parameters())
+
+
+SELECTOR = TensorSpec(
+    "selector", template=lambda plan: plan.template(selector_spec(plan), selector_outputs(plan))
+)
+# While it is trained.
+TRAINED_SELECTOR = replace(SELECTOR, when=_is_trained)
+GRADIENT = TensorSpec(
+    "selector_gradient",
+    "the gradient of the selector, which tells sites apart",
+    _parameters,
+    _is_trained,
+)
 UPDATE = MetaSpec[int]("update", "number of the selector's update within a round", count())
 
 

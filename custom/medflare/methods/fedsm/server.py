@@ -41,7 +41,17 @@ from medflare.methods.fedsm.personalization import (
     SHARED_META,
     SoftPull,
 )
-from medflare.methods.fedsm.selector import RATES, SELECTOR, UPDATE, is_ridge, selector_spec, solved
+from medflare.methods.fedsm.selector import (
+    GRADIENT,
+    RATES,
+    SELECTOR,
+    TRAINED_SELECTOR,
+    UPDATE,
+    is_ridge,
+    selector_outputs,
+    selector_spec,
+    solved,
+)
 from medflare.methods.fedsm.site import CALIBRATION, GAINS, ROUNDS, FedSMSite, SuperModelSite
 from medflare.methods.fedsm.super_model import CHOOSE_BY, CLASSES, GAMMA, SPEC
 
@@ -83,13 +93,12 @@ class SuperModelServer(FedAvgServer[V]):
             context.warn(
                 f"lam = {lam:g} is below 1/K = {1 / count:.3g}: SoftPull overshoots the mean"
             )
-        entries = self.site_algorithm.entries
         spec = selector_spec(plan)
-        self.selector = context.initial_state("selector", spec, entries.outputs(plan))
+        self.selector = context.initial_state("selector", spec, selector_outputs(plan))
         self.memory.meta["selector_step"] = 0
         self.ridge = is_ridge(plan)
         if not self.ridge:
-            learnt = entries.gradient.template(plan)
+            learnt = GRADIENT.template(plan)
             self.first = {name: torch.zeros_like(self.selector[name]) for name in learnt}
             self.second = dict(self.first)
 
@@ -141,8 +150,7 @@ class SuperModelServer(FedAvgServer[V]):
         Sites, its classes, have equal weights: else it would choose the largest site.
         """
         count = self.memory.meta["selector_step"] + 1
-        gradient = self.site_algorithm.entries.gradient
-        mean = plain_mean({site: reply[gradient] for site, reply in replies.items()})
+        mean = plain_mean({site: reply[GRADIENT] for site, reply in replies.items()})
         rate = RATES[selector_spec(self.context.plan)["name"]]
         moments = {"exp_avg": self.first, "exp_avg_sq": self.second}
         self.selector, moments = adam_step(self.selector, mean, moments, count, rate)
@@ -158,7 +166,7 @@ class SuperModelServer(FedAvgServer[V]):
     def configure_final(self, site: str) -> Message:
         """The whole super model: every site may meet images that look like another site's."""
         message = super().configure_final(site)
-        message[self.site_algorithm.entries.weights] = self.final_selector
+        message[SELECTOR] = self.final_selector
         rounds = {}
         for name, best in self.best_personal.items():
             model, rounds[name] = best.chosen(self.hyper.selection, self.personal(name))
@@ -233,7 +241,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
         """The global model, the site's personal one, and the selector if it is trained."""
         message = super().request_of_model(step, site)
         if not self.ridge:
-            message[SELECTOR.trained] = self.selector
+            message[TRAINED_SELECTOR] = self.selector
         return message
 
     def select_model(self, step: Step, replies: Replies) -> None:
@@ -253,7 +261,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
     @asks(FedSMSite.train_selector)
     def request_of_selector(self, step: Step, site: str) -> Message:
         """The selector alone."""
-        return Message.of({UPDATE: step.part, SELECTOR.trained: self.selector})
+        return Message.of({UPDATE: step.part, TRAINED_SELECTOR: self.selector})
 
     @handles(FedSMSite.selector_features)
     def solve_selector(self, step: Step, replies: Replies) -> None:
@@ -272,7 +280,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
     @asks(FedSMSite.selector_confidence)
     def request_of_confidence(self, step: Step, site: str) -> Message:
         """The finished selector."""
-        return Message.of({SELECTOR.weights: self.final_selector})
+        return Message.of({SELECTOR: self.final_selector})
 
     @handles(FedSMSite.selector_confidence)
     def fit_temperature(self, step: Step, replies: Replies) -> None:

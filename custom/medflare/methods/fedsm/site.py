@@ -8,7 +8,7 @@ calibration and the candidates of γ on validation images.
 """
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,6 @@ from medflare.methods import (
     VALIDATION,
     Message,
     MetaSpec,
-    Plan,
-    Site,
     StateDict,
     copy_state,
     count,
@@ -40,12 +38,14 @@ from medflare.methods.fedsm.formulas import TEMPERATURES, UNLIKELY, calibration_
 from medflare.methods.fedsm.hyper import FedSMServerHyper, FedSMSiteHyper
 from medflare.methods.fedsm.personalization import LOSSES, PERSONALS, F, SitePersonal
 from medflare.methods.fedsm.selector import (
+    GRADIENT,
     SELECTOR,
     STATISTICS,
+    TRAINED_SELECTOR,
     UPDATE,
-    SelectorEntries,
     SelectorLoss,
     is_ridge,
+    selector_outputs,
     selector_spec,
     site_statistics,
 )
@@ -79,7 +79,7 @@ ROUNDS = MetaSpec[dict[str, int | None]](
 )
 # Metadata of both super models, FedSM's and that of `extra`.
 COMMON_META = (CLASSES, SPEC, ROUNDS, SELECTED_ROUND.as_optional())
-SUPER_MODEL = (MODEL, PERSONALS, SELECTOR.weights)
+SUPER_MODEL = (MODEL, PERSONALS, SELECTOR)
 SUPER_MODEL_META = (*COMMON_META, GAMMA, CHOOSE_BY)
 
 
@@ -87,16 +87,10 @@ class SuperModelSite(SitePersonal[F]):
     """FedAvg's global model, a personal model, and a part in the selector.
 
     Attributes:
-        entries: of the selector.
         kind: of the deployed super model, one of `Method.models`.
     """
 
-    entries: ClassVar[SelectorEntries]
     kind: ClassVar[str]
-
-    def __init__(self, site: Site, plan: Plan[F, Any]):
-        super().__init__(site, plan)
-        self.outputs = self.entries.outputs(plan)
 
     def validate_request(self, incoming: Message) -> str | None:
         """Refuses a super model of other sites, or with another selector, than the plan's."""
@@ -113,7 +107,9 @@ class SuperModelSite(SitePersonal[F]):
 
     def selector(self, state: StateDict) -> nn.Module:
         """The selector with these weights."""
-        return self.network("selector", state, selector_spec(self.plan), self.outputs)
+        return self.network(
+            "selector", state, selector_spec(self.plan), selector_outputs(self.plan)
+        )
 
     @torch.no_grad()
     def selector_logits(self, state: StateDict, split: str) -> Tensor:
@@ -129,7 +125,7 @@ class SuperModelSite(SitePersonal[F]):
     ) -> tuple[StateDict, float]:
         """(gradient, value) of the mean loss over all training images."""
         site = self.site
-        selector = self.selector(incoming[self.entries.trained]).train()
+        selector = self.selector(incoming[TRAINED_SELECTOR]).train()
         keys = (round, "selector", incoming.get(UPDATE) or 0, 0)
         total = samples_of_pass(site)
         values = []
@@ -149,7 +145,7 @@ class SuperModelSite(SitePersonal[F]):
     def selector_reply(self, round: int, incoming: Message, loss: SelectorLoss) -> Message:
         """A reply with the selector's gradient alone."""
         gradient, value = self.selector_gradient(round, incoming, loss)
-        return self.reply({self.entries.gradient: gradient}, loss=value)
+        return self.reply({GRADIENT: gradient}, loss=value)
 
     def finalize(self, incoming: Message) -> FinalModels:
         """The global model, this site's personal model (inside), and the super model."""
@@ -170,30 +166,24 @@ class FedSMSite(SuperModelSite[FedSMSiteHyper]):
     """
 
     server_hyper = FedSMServerHyper
-    entries = SELECTOR
     kind = "super"
     dp_unsupported_reason = (
         "what the selector learns from (statistics of the images, or a gradient) "
         "leaves the site without noise"
     )
 
-    @extends(request=(SELECTOR.trained,), reply=(SELECTOR.gradient,))
+    @extends(request=(TRAINED_SELECTOR,), reply=(GRADIENT,))
     def train(self, round: int, incoming: Message) -> Message:
         """Trains the global and the personal model; then a trained selector's gradient."""
         reply = super().train(round, incoming)
         self._measure_selector(incoming, reply)
         if not is_ridge(self.plan):
             gradient, value = self.selector_gradient(round, incoming, self.own_label_loss)
-            reply[SELECTOR.gradient] = gradient
+            reply[GRADIENT] = gradient
             reply[LOSSES]["selector"] = value
         return reply
 
-    @phase(
-        request=(SELECTOR.trained,),
-        request_meta=(UPDATE,),
-        reply=(SELECTOR.gradient,),
-        meta=MEASURED,
-    )
+    @phase(request=(TRAINED_SELECTOR,), request_meta=(UPDATE,), reply=(GRADIENT,), meta=MEASURED)
     def train_selector(self, round: int, incoming: Message) -> Message:
         """A further gradient of the selector alone within a round."""
         return self.selector_reply(round, incoming, self.own_label_loss)
@@ -203,7 +193,7 @@ class FedSMSite(SuperModelSite[FedSMSiteHyper]):
         labels = torch.full((len(logits),), self.label, device=logits.device)
         return nn.functional.cross_entropy(logits, labels)
 
-    @extends(request=(SELECTOR.trained,))
+    @extends(request=(TRAINED_SELECTOR,))
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metrics of the incoming models, and the selector's accuracy."""
         reply = super().validate(round, incoming)
@@ -212,8 +202,8 @@ class FedSMSite(SuperModelSite[FedSMSiteHyper]):
 
     def _measure_selector(self, incoming: Message, reply: Message) -> None:
         """Adds the share of validation images that are recognized as the site's."""
-        if len(self.site.data.validation) and SELECTOR.trained in incoming:
-            logits = self.selector_logits(incoming[SELECTOR.trained], "validation")
+        if len(self.site.data.validation) and TRAINED_SELECTOR in incoming:
+            logits = self.selector_logits(incoming[TRAINED_SELECTOR], "validation")
             recognized = logits.argmax(dim=1) == self.label
             reply[VALIDATION]["selector"] = float(recognized.float().mean())
 
@@ -222,12 +212,12 @@ class FedSMSite(SuperModelSite[FedSMSiteHyper]):
         """Mean and mean product of the training images' features, for the ridge selector."""
         return self.reply({STATISTICS: site_statistics(self.site)})
 
-    @phase(request=(SELECTOR.weights,), meta=(*MEASURED, CALIBRATION))
+    @phase(request=(SELECTOR,), meta=(*MEASURED, CALIBRATION))
     def selector_confidence(self, round: int, incoming: Message) -> Message:
         """The selector's loss on validation images at each temperature; [] without images."""
         losses = []
         if len(self.site.data.validation):
-            logits = self.selector_logits(incoming[SELECTOR.weights], "validation")
+            logits = self.selector_logits(incoming[SELECTOR], "validation")
             windows = self.site.task.image_mode == "patch"
             patients = None
             if self.plan.server_hyper.choose_by == "patient" and not windows:

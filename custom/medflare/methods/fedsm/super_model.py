@@ -205,13 +205,13 @@ def super_model_parts(
     """
     sites = list(message.get(CLASSES) or ())
     entries = [MODEL, *(PERSONALS.member(site) for site in sites)]
-    needed = [CLASSES, SPEC, *entries, SELECTOR.weights]
+    needed = [CLASSES, SPEC, *entries, SELECTOR]
     missing = [spec.name for spec in needed if spec not in message]
     if missing:
         raise StateError(f"the super model lacks {', '.join(missing)}; fetch the model again")
     if message[SPEC] not in _SELECTORS:
         raise StateError("the super model's selector is none of FedSM's; fetch the model again")
-    selector = network_with(task, message[SELECTOR.weights], message[SPEC], outputs)
+    selector = network_with(task, message[SELECTOR], message[SPEC], outputs)
     networks = [network_with(task, message[entry]) for entry in entries]
     return networks, selector, ["global", *sites]
 
