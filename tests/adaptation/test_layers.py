@@ -18,10 +18,9 @@ from medflare.adaptation.dsbn import (
 from medflare.adaptation.tent import Tent, TentSettings, prediction_entropy
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.states import copy_state
-from medflare.data.loading import Batch, Split
+from medflare.data.loading import SiteData, Split
 from medflare.methods.fedsm.super_model import SuperModel
-from medflare.training.patches import WholeImages
-from medflare.training.scoring import predict_split
+from medflare.training.site import Site
 
 
 def images(n: int, seed: int = 0, size: int = 8) -> Tensor:
@@ -266,13 +265,6 @@ def test_an_adapted_model_chooses_for_patients_if_its_model_does() -> None:
         names = ["global", "A", "B"]
         deployed = SuperModel(task, networks, Brightness(), names, choose_by=choose_by)
         adapted = TargetStatistics(deployed.eval())
-        parts = predict_split(
-            adapted,
-            split,
-            lambda rows, batch, targets: Batch(batch, targets, rows),
-            WholeImages(),
-            task,
-            8,
-        )
+        parts = Site("A", task, SiteData(split, split, split)).predictions(adapted, "test")
         answers[choose_by] = torch.cat([part.argmax(dim=1) for part, _, _ in parts]).tolist()
     assert answers == {"patient": [1, 1, 1, 2], "image": [1, 1, 2, 2]}

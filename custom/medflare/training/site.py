@@ -26,17 +26,23 @@ from medflare.networks.features import FeatureNetwork, Probabilities
 from medflare.networks.foreign import NetworkSpec
 from medflare.tasks.annotation import Annotation
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics import MetricParts, Scores
+from medflare.tasks.metrics import MetricParts, Portion, Scores, measure
 from medflare.tasks.metrics_table import selection_metrics
 from medflare.tasks.optimizers import build_optimizer
-from medflare.training.batches import check_drawn, in_random_order, read_ahead, sampling_weights
+from medflare.training.batches import (
+    check_drawn,
+    in_random_order,
+    read_ahead,
+    rows_of_patients,
+    sampling_weights,
+)
 from medflare.training.computing import Computing
-from medflare.training.patches import Patches, WholeImages
+from medflare.training.patches import Patches, WholeImages, windowed
 from medflare.training.scoring import (
     BatchPrediction,
     Predictor,
-    measure_split,
-    predict_split,
+    evaluating,
+    predicts_by_patient,
     scoring_batch,
 )
 
@@ -222,18 +228,35 @@ class Site:
         """Probabilities, targets and rows of a split, of a predictor from images (N, C, H, W) to
         probabilities.
 
-        A module is in evaluation mode meanwhile. See `scoring.predict_split`.
+        A module is in evaluation mode meanwhile.
         """
         data = self._split(split)
-        predictions = predict_split(
-            predictor, data, self._batch, self.cutter, self.task, self.scoring_batch
-        )
         return with_progress(
-            predictions,
+            self._predicted(predictor, data),
             len(data),
             f"site {self.name}, {split} images measured",
             size=lambda prediction: len(prediction[2]),
         )
+
+    def _predicted(self, predictor: Predictor, data: Split) -> Iterator[BatchPrediction]:
+        """A batch at a time; patient by patient for a `PatientPredictor`."""
+        if self.task.image_mode == "resize" and predicts_by_patient(predictor):
+            for of_patient in rows_of_patients(data.patients).values():
+                rows = torch.tensor(of_patient)
+                parts = [
+                    self._batch(part, *data.take(part)) for part in rows.split(self.scoring_batch)
+                ]
+                with torch.no_grad(), evaluating(predictor):
+                    probabilities = predictor.predict_patient([part.images for part in parts])
+                targets = torch.cat([part.targets for part in parts])
+                yield probabilities.float().cpu(), targets.cpu(), rows
+            return
+        whole = windowed(predictor, self.task, self.scoring_batch)
+        for rows, samples in self.cutter.whole(data, self.scoring_batch):
+            images, targets, _ = self._batch(rows, *samples)
+            with torch.no_grad(), evaluating(predictor):
+                probabilities = whole(images).float().cpu()
+            yield probabilities, targets.cpu(), rows
 
     def score(
         self, predictor: Predictor, split: str = "validation", metrics: Sequence[str] | None = None
@@ -251,7 +274,21 @@ class Site:
     def measure(
         self, predictions: Iterable[BatchPrediction], split: str, metrics: Sequence[str]
     ) -> MetricParts:
-        """The parts of metrics, of predictions for a whole split; of the structures that were
-        annotated here.
+        """The parts of metrics, image by image in the split's order, of predictions for all images
+        in any order; of the structures that were annotated here.
         """
-        return measure_split(predictions, self.data.split(split), self.annotation, metrics)
+        spacings = self.data.split(split).spacings
+        order = []
+
+        def portions() -> Iterator[Portion]:
+            for probabilities, targets, rows in predictions:
+                order.extend(rows.tolist())
+                if not spacings:
+                    yield probabilities, targets, None
+                    continue
+                images = zip(probabilities.split(1), targets.split(1), rows.tolist(), strict=True)
+                for probability, target, row in images:
+                    yield probability, target, spacings[row]
+
+        measured = measure(portions(), self.annotation.task, metrics, self.annotation)
+        return measured.of(torch.tensor(order, dtype=torch.long).argsort())
