@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from numpy.random import RandomState
 from torch import Tensor, nn
 
 from medflare.core.message import FinalModels
@@ -132,8 +131,15 @@ class BankSite(FedAvgSite[B]):
         if self.minimum_patients > 1:
             # Numbers of the job's seed would differ from job to job.
             random = numpy_random_state(0, self.site.name, "survey")
+
+            def mean_of(patient: str) -> Tensor:
+                values = []
+                for index in torch.tensor(rows[patient]).split(self.site.batch_size):
+                    values.append(describe(self.site.take("train", index, random).images).cpu())
+                return torch.cat(values).mean(dim=0)
+
             groups = disjoint_groups(sorted(rows), self.minimum_patients)[:count]
-            means = [self._mean_of_patients(rows, group, describe, random) for group in groups]
+            means = [torch.stack(list(map(mean_of, group))).mean(dim=0) for group in groups]
             return torch.stack([means[index % len(means)] for index in range(count)])
         random = numpy_random_state(self.site.seed, self.site.name, "survey")
         values = []
@@ -143,22 +149,6 @@ class BankSite(FedAvgSite[B]):
             image = self.site.take("train", drawn, random).images
             values.append(describe(image).mean(dim=0).cpu())
         return torch.stack(values)
-
-    def _mean_of_patients(
-        self,
-        rows: Mapping[str, list[int]],
-        patients: Sequence[str],
-        describe: Callable[[Tensor], Tensor],
-        random: RandomState,
-    ) -> Tensor:
-        """The mean over patients of their means over all their images."""
-        means = []
-        for patient in patients:
-            values = []
-            for index in torch.tensor(rows[patient]).split(self.site.batch_size):
-                values.append(describe(self.site.take("train", index, random).images).cpu())
-            means.append(torch.cat(values).mean(dim=0))
-        return torch.stack(means).mean(dim=0)
 
     def round_loss(self, model: FeatureNetwork, round: int) -> Loss:
         """See `batch_loss`."""
