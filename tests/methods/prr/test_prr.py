@@ -370,22 +370,22 @@ def test_gamma_has_a_curve_for_every_class() -> None:
 
 
 def test_class_totals_of_multilabel_tasks_include_negatives() -> None:
-    sites = {name: site(name, MULTILABEL) for name in SITES}
-    totals = class_totals(MULTILABEL, {name: enrolled(data) for name, data in sites.items()})
-    targets = torch.cat([data.data.train.targets for data in sites.values()])
+    data = site("A", MULTILABEL)
+    totals = class_totals(MULTILABEL, enrolled(data))
+    targets = data.data.train.targets
     for g in range(2):
         assert totals[g].tolist() == [(targets[:, g] == 0).sum(), (targets[:, g] == 1).sum()]
     assert class_names(MULTILABEL) == [("not square", "square"), ("not corner", "corner")]
-    everything = class_totals(
-        CLASSIFICATION, {name: enrolled(site(name, CLASSIFICATION, UNEVEN)) for name in SITES}
-    )
-    assert everything.tolist() == [[9, 9, 6]]
+    by_site = [
+        class_totals(CLASSIFICATION, enrolled(site(name, CLASSIFICATION, UNEVEN))) for name in SITES
+    ]
+    assert torch.stack(by_site).sum(dim=0).tolist() == [[9, 9, 6]]
 
 
 def supervision(
     data: Site, kind: str, global_: Tensor | None = None, totals: Tensor | None = None
 ) -> Supervision:
-    totals = class_totals(data.task, {"A": enrolled(data)}) if totals is None else totals
+    totals = class_totals(data.task, enrolled(data)) if totals is None else totals
     hyper = build_hyper(
         PRRSiteHyper,
         {"cpa": kind} if kind in ("global", "local") else {"cpa": "off", "plain_loss": kind},
@@ -400,7 +400,7 @@ def test_without_imbalance_the_loss_is_cross_entropy_and_dice(task: TaskConfig) 
     data = site("A", task)
     images, targets, _ = next(iter(data.ordered("train")))
     logits = data.network()(images)
-    balanced = torch.ones_like(class_totals(task, {"A": enrolled(data)}))
+    balanced = torch.ones_like(class_totals(task, enrolled(data)))
     actual = supervision(data, "global", totals=balanced)(logits, targets)
     if task.target == "multiclass":
         expected = functional.cross_entropy(logits, targets)

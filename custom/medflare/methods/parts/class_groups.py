@@ -47,36 +47,33 @@ def at_positions(targets: Tensor, features: Tensor) -> Tensor:
     return functional.interpolate(maps, size, mode="nearest")
 
 
-def class_totals(task: TaskConfig, enrolled: Mapping[str, Mapping[str, Any]]) -> Tensor:
-    """N_c of the conjoint objective: training images or pixels of each class over the sites.
+def class_totals(task: TaskConfig, enrolled: Mapping[str, Any]) -> Tensor:
+    """A site's part in N_c of the conjoint objective: its training images or pixels of each class.
 
     Args:
         task: names the classes.
-        enrolled: inside site -> {"n": {"train": images, ...}, "class_counts": counts of
-            `task.classes`; empty if the site sent none}.
+        enrolled: {"n": {"train": images, ...}, "class_counts": counts of `task.classes`; empty if
+            the site sent none, which gives zeros}.
 
     Returns:
         (G, C) int64.
     """
-    groups, classes = groups_and_classes(task)
-    totals = torch.zeros(groups, classes, dtype=torch.int64)
-    pixels = math.prod(task.size) if task.kind == "segmentation" else 1
-    for meta in enrolled.values():
-        if not meta["class_counts"]:
-            continue
-        counts = torch.tensor(meta["class_counts"])
-        if task.target == "multilabel":
-            # Only positives are counted; the other pixels are the negatives.
-            negatives = (meta["n"]["train"] * pixels - counts).clamp(min=0)
-            counts = torch.stack([negatives, counts], dim=1)
-        totals += counts.reshape(groups, classes)
-    return totals
+    shape = groups_and_classes(task)
+    if not enrolled["class_counts"]:
+        return torch.zeros(shape, dtype=torch.int64)
+    counts = torch.tensor(enrolled["class_counts"])
+    if task.target == "multilabel":
+        # Only positives are counted; the other pixels are the negatives.
+        pixels = math.prod(task.size) if task.kind == "segmentation" else 1
+        negatives = (enrolled["n"]["train"] * pixels - counts).clamp(min=0)
+        counts = torch.stack([negatives, counts], dim=1)
+    return counts.reshape(shape)
 
 
 def totals_of_site(site: Site) -> Tensor:
-    """`class_totals` of one site."""
+    """`class_totals` at the site itself."""
     enrolled = {"n": site.n, "class_counts": site.class_counts().tolist()}
-    return class_totals(site.task, {site.name: enrolled})
+    return class_totals(site.task, enrolled)
 
 
 class PatientsOfClasses:

@@ -24,7 +24,7 @@ from medflare.methods import (
     trained_model,
 )
 from medflare.methods.aggregation import Models, plain_mean
-from medflare.methods.parts.class_groups import class_totals
+from medflare.methods.parts.class_groups import class_totals, groups_and_classes
 from medflare.methods.prr.formulas import global_prototypes, most_representative
 from medflare.methods.prr.fourier import (
     Treatment,
@@ -133,10 +133,10 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
         Limited as `ServerContext.counted` says.
         """
         context = self.context
-        totals = class_totals(context.task, {}).double()
+        totals = torch.zeros(groups_and_classes(context.task), dtype=torch.float64)
         for site in context.sites:
             if site in context.site_counts:
-                of_site = class_totals(context.task, {site: context.site_counts[site]})
+                of_site = class_totals(context.task, context.site_counts[site])
                 totals += of_site.double() * context.counted.get(site, 1.0)
         return totals.round().long()
 
@@ -208,7 +208,7 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
         """
         counts = self.context.site_counts
         totals = {
-            site: class_totals(self.context.task, {site: counts[site]})
+            site: class_totals(self.context.task, counts[site])
             for site in replies
             if counts[site]["class_counts"]
         }

@@ -186,7 +186,7 @@ def class_samples(context: ServerContext, statistics: States) -> Tensor:
     samples = []
     for site, state in statistics.items():
         enrolled = context.site_counts[site]
-        counts = class_totals(task, {site: enrolled}).double()
+        counts = class_totals(task, enrolled).double()
         if not enrolled["class_counts"]:
             counts += enrolled["n"]["train"] * pixels / counts.shape[1]
         present = state["means"].any(dim=1)

@@ -8,6 +8,8 @@ repeats the images of rare classes instead, which they call equivalent.
 
 from typing import Any
 
+import torch
+
 from medflare.methods import (
     ConfigError,
     FeatureNetwork,
@@ -16,7 +18,7 @@ from medflare.methods import (
     Loss,
     TaskConfig,
 )
-from medflare.methods.parts.class_groups import class_totals
+from medflare.methods.parts.class_groups import groups_and_classes
 from medflare.methods.prr.hyper import PRRSiteHyper
 from medflare.methods.prr.transfer import Supervision
 
@@ -40,5 +42,6 @@ class FedeAMCSite(FedAvgSite[FedAvgSiteHyper]):
 
     def round_loss(self, model: FeatureNetwork, round: int) -> Loss:
         """The re-weighted loss."""
-        supervision = Supervision(self.site, _LOSS, class_totals(self.site.task, {}), None)
+        no_totals = torch.zeros(groups_and_classes(self.site.task))
+        supervision = Supervision(self.site, _LOSS, no_totals, None)
         return lambda network, images, targets: supervision(network(images), targets)
