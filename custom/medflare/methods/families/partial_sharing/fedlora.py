@@ -29,6 +29,7 @@ from medflare.methods import (
     FeatureNetwork,
     FedAvgServer,
     FedAvgServerHyper,
+    FedAvgSite,
     FedAvgSiteHyper,
     Message,
     PartialSite,
@@ -169,15 +170,12 @@ class FedLoRASite(PartialSite[FedLoRAHyper]):
 
         Outside sites then have no personal model.
         """
-        roles = ["global", "personal", "deployed"]
-        model = trained_model(incoming[ADAPTERS], incoming.get(SELECTED_ROUND))
-        if self.hyper.share == "a" and self.inside:
-            last = self.joined(incoming[ADAPTERS])
-            model = self.selection.final(last, incoming.get(SELECTED_ROUND))
-        elif self.hyper.share == "a":
-            roles.remove("personal")
+        models = FedAvgSite.finalize(self, incoming)
+        if self.hyper.share == "a":
+            models = super().finalize(incoming)
+        model = models["global"]
         plain = merged(self.network("model", model[MODEL]), self.plan.template())
-        return dict.fromkeys(roles, trained_model(plain, model[SELECTED_ROUND]))
+        return dict.fromkeys(models, trained_model(plain, model[SELECTED_ROUND]))
 
 
 class FedLoRAServer(FedAvgServer[FedLoRAServerHyper]):
