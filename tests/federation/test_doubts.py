@@ -116,7 +116,7 @@ def test_events_about_few_test_patients_are_suppressed(tmp_path: Any) -> None:
         lambda role: Site("A", task, split),
         FEDAVG,
         {},
-        artifacts=artifacts,
+        folder=artifacts,
         local=LocalSettings(minimum_patients=7),
     )
     site.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]}))
@@ -228,7 +228,7 @@ def test_the_page_of_a_site_has_the_findings_of_the_training(tmp_path: Path) -> 
             lambda role, site=site: site,  # type: ignore[misc]
             FEDAVG,
             {},
-            artifacts=folder,
+            folder=folder,
         )
     run = Run(FEDAVG, task, {}, run_settings({"rounds": 2, "seed": 0}), SITES)
     results = run.execute(LocalExchange(SITES, members.__getitem__))

@@ -16,7 +16,7 @@ from medflare.core.phases import extends
 from medflare.core.specs import MetaSpec, number
 from medflare.core.store import MemoryStore
 from medflare.data.local import Bounds, LocalSettings
-from medflare.federation.final_models import ArtifactStore, SiteFolder, with_choice
+from medflare.federation.final_models import SiteFolder, with_choice
 from medflare.federation.participant import Participant
 from medflare.federation.protocol import ENROL_REPLY_META, declaration_problem, message_problem
 from medflare.federation.settings import FINALIZE
@@ -109,12 +109,14 @@ def test_a_site_whose_role_changes_is_opened_again() -> None:
         squares.enrol(participant)
 
 
-def test_a_report_that_cannot_be_written_is_a_warning() -> None:
-    class Full(ArtifactStore):
+def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    class Full(SiteFolder):
         def finish(self, *arguments: Any) -> None:
             raise OSError("no space left beside scans/Meier.png")
 
-    participant = enrolled(squares.site("A"), artifacts=Full())
+    site = squares.site("A")
+    folder = Full(tmp_path, "A", get_method("fedavg"), site.task, squares.SEED)
+    participant = enrolled(site, folder=folder)
     asked(participant, "train")
     meta = asked(participant, FINALIZE, 1).meta
     assert meta["metrics"]["global"]["dice"] is not None
@@ -276,7 +278,7 @@ def test_no_model_is_written_outside_of_the_sites_folder(tmp_path: Path, role: s
 def test_the_choice_is_in_the_card_and_an_event(tmp_path: Any) -> None:
     site = squares.site("A")
     folder = SiteFolder(tmp_path, "A", get_method("ditto"), site.task, squares.SEED)
-    participant = enrolled(site, "ditto", artifacts=folder, local=LocalSettings(keep="global"))
+    participant = enrolled(site, "ditto", folder=folder, local=LocalSettings(keep="global"))
     asked(participant, "train")
     reply = asked(participant, FINALIZE, 1)
     weights = {

@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from medflare.methods.base import SiteAlgorithm
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedavg.site import SELECTED_ROUND
 from medflare.methods.method import MODEL_ROLES, Method
-from medflare.tasks.classes import Cases, most_wrong
+from medflare.tasks.classes import most_wrong
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.summaries import Summary, summarize
 from medflare.training.constant import constant_value, is_at_chance
@@ -51,36 +51,8 @@ Metrics = Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
-class ArtifactStore:
-    """Stores what stays at a participant's site. This one stores nothing; engines supply others.
-
-    Attributes:
-        on_final_model: called with the role, a final model and its test scores by patient.
-    """
-
-    _: KW_ONLY
-    on_final_model: Callable[[str, Message, Cases], None] = lambda role, model, cases: None
-
-    def store(self, role: str, model: Message, summary: Summary) -> None:
-        """Store a final model of a role ("global", "deployed", ...) and its test results."""
-        self.on_final_model(role, model, summary.cases)
-
-    def show(self, title: str, png: bytes) -> None:
-        """Store a picture that the method makes for the site itself."""
-
-    def finish(
-        self, algorithm: SiteAlgorithm, models: Messages, reply: Message, of_training: Sequence[str]
-    ) -> None:
-        """Write the site's report, after all final models.
-
-        `reply`: with the events, and the metric of the constant answer if it is not suppressed;
-        `of_training`: see `findings.kinds_of_training`.
-        """
-
-
-@dataclass(frozen=True)
-class SiteFolder(ArtifactStore):
-    """A site's folder in a run.
+class SiteFolder:
+    """A site's folder in a run: what stays at the site.
 
     It holds final models with their cards, scores by patient, pictures, the site's report, and the
     current step.
@@ -92,13 +64,11 @@ class SiteFolder(ArtifactStore):
     task: TaskConfig
     seed: int
     summaries: dict[str, Summary] = field(default_factory=dict)
-    pictures: dict[str, bytes] = field(default_factory=dict)
 
     def store(self, role: str, model: Message, summary: Summary) -> None:
         """Write a final model and its card into a folder of the role's name, and its scores."""
         if not all(is_name(part) for part in role.split("/")):
             raise StateError(f"model {role!r} would lie outside of the site's folder")
-        super().store(role, model, summary)
         card = {
             "method": self.method.name,
             "site": self.site,
@@ -114,19 +84,27 @@ class SiteFolder(ArtifactStore):
         write_json(self.folder / SCORES_FOLDER / f"{role}.json", summary.cases.to_dict())
         self.summaries[role] = summary
 
-    def show(self, title: str, png: bytes) -> None:
-        """Write a picture."""
-        write_atomically(self.folder / PICTURES / f"{title}.png", png)
-        self.pictures[title] = png
-
     def finish(
-        self, algorithm: SiteAlgorithm, models: Messages, reply: Message, of_training: Sequence[str]
+        self,
+        algorithm: SiteAlgorithm,
+        models: Messages,
+        reply: Message,
+        of_training: Sequence[str],
+        pictures: Mapping[str, bytes],
     ) -> None:
-        """Write the site's report, if it has a final model."""
+        """Write pictures and, after all final models, the site's report, if it has one.
+
+        Args:
+            reply: with the events, and the metric of the constant answer if it is not suppressed.
+            of_training: see `findings.kinds_of_training`.
+            pictures: title -> PNG that the method makes for the site itself.
+        """
+        for title, png in pictures.items():
+            write_atomically(self.folder / PICTURES / f"{title}.png", png)
         if not self.summaries:
             return
         site = algorithm.site
-        pictures = {**examples(site, models, self.summaries), **self.pictures}
+        pictures = {**examples(site, models, self.summaries), **pictures}
         log = EventLog()
         log.extend(reply[EVENTS], site=self.site)
         scarce = scarce_classes(site.data.train.targets, site.task, site.data.annotated)

@@ -22,7 +22,7 @@ from medflare.data.targets import scarce_classes, scarce_line
 from medflare.federation.data_record import DataRecord, other_images_refusal
 from medflare.federation.enrolment import first_difference, identity_of, versions_here
 from medflare.federation.final_models import (
-    ArtifactStore,
+    SiteFolder,
     evaluate_final_models,
     metric_of,
     with_adapted,
@@ -73,6 +73,8 @@ from medflare.methods.method import Method
 from medflare.methods.parts.measured import LOSS
 from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
+from medflare.tasks.classes import Cases
+from medflare.tasks.summaries import Summary
 from medflare.training.site import Site
 from medflare.training.site_rules import (
     check_contrast,
@@ -113,7 +115,8 @@ class Participant:
             later invitation gives the site another role.
         hyper: the method's hyper-parameters, see `core.hyper.split_hyper`.
         store: where the algorithm's memory is stored after every step; by default in this process.
-        artifacts: stores what stays at the site; by default nothing is stored.
+        folder: of what stays at the site; None: nothing is stored.
+        on_final_model: called with the role, a final model and its test scores by patient.
         budget: the site's privacy budget over all runs; None: no limit.
         local: the site's settings.
         hours: limit of the site's work on the run; None: no limit.
@@ -128,7 +131,8 @@ class Participant:
     hyper: Json
     _: KW_ONLY
     store: Store = field(default_factory=MemoryStore)
-    artifacts: ArtifactStore = field(default_factory=ArtifactStore)
+    folder: SiteFolder | None = None
+    on_final_model: Callable[[str, Message, Cases], None] = lambda role, model, cases: None
     budget: Budget | None = None
     local: LocalSettings = LocalSettings()
     hours: float | None = None
@@ -434,7 +438,7 @@ class Participant:
         meta = evaluate_final_models(
             algorithm.site,
             models,
-            self.artifacts.store,
+            self._store,
             self._minimum,
             method=self.method,
             inside=algorithm.inside,
@@ -445,15 +449,16 @@ class Participant:
         events += [{"kind": "warning", "message": note} for note in notes]
         small = small_splits(algorithm.site, self._minimum)
         suppress_splits(reply, FINAL_REPLY_META, small)
-        for name, png in algorithm.pictures(incoming).items():
-            self.artifacts.show(name, png)
-        try:
-            self.artifacts.finish(algorithm, models, reply, run_items.get(TRAINING_FINDINGS) or [])
-        except Aborted:
-            raise
-        except Exception as error:  # models and metrics are not lost because of the site's report
-            text = f"the site's report could not be written ({type(error).__name__})"
-            events.append({"kind": "warning", "message": text})
+        if self.folder is not None:
+            pictures = algorithm.pictures(incoming)
+            of_training = run_items.get(TRAINING_FINDINGS) or []
+            try:
+                self.folder.finish(algorithm, models, reply, of_training, pictures)
+            except Aborted:
+                raise
+            except Exception as error:  # models and metrics are not lost because of the report
+                text = f"the site's report could not be written ({type(error).__name__})"
+                events.append({"kind": "warning", "message": text})
         if "test" in small:
             events[:] = [event for event in events if event["kind"] not in OF_TEST]
             events.append({"kind": "undefined", "message": "test metrics: too few patients"})
@@ -469,6 +474,11 @@ class Participant:
         if cost is not None:
             reply[PRIVACY_COST] = cost
         return reply
+
+    def _store(self, role: str, model: Message, summary: Summary) -> None:
+        self.on_final_model(role, model, summary.cases)
+        if self.folder is not None:
+            self.folder.store(role, model, summary)
 
     def _unshared(self, personal: Message) -> str:
         """Why the personal model does not leave the site; "" if it does."""

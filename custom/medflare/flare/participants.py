@@ -143,19 +143,19 @@ class ParticipantSpec:
                 private=local.privacy is not None,
             )
 
-        artifacts = SiteFolder(self.folder, self.name, method, task, self.seed)
+        folder = SiteFolder(self.folder, self.name, method, task, self.seed)
         return Participant(
             self.name,
             opened,
             method,
             self.hyper,
             store=StateStore(self.state_folder),
-            artifacts=artifacts,
+            folder=folder,
             budget=budget_of(local.privacy, self.name, records),
             local=replace(local, share_model=shares or local.share_model),
             hours=local.bounds.hours,
             record=record,
-            note_step=artifacts.note_step,
+            note_step=folder.note_step,
         )
 
     def _resume(self, interrupted: Path) -> None:

@@ -16,7 +16,7 @@ from medflare.data.local import LocalSettings
 from medflare.evaluation.results import RESULTS_FILE
 from medflare.evaluation.run_results import RunResults, in_notebook
 from medflare.federation.checkpoint import CHECKPOINT, stored_plan
-from medflare.federation.final_models import ArtifactStore, SiteFolder
+from medflare.federation.final_models import SiteFolder
 from medflare.federation.local.local_exchange import (
     ForkedExchange,
     LocalExchange,
@@ -152,12 +152,11 @@ def run_local(
                 return opener(name, role)
             return open_site(name, config, seed=seed, role=role, data_root=data_root, device=device)
 
-        call = partial(delivered, name)
-        artifacts = ArtifactStore(on_final_model=call)
+        stays = None
         state: Store = memory.setdefault(name, MemoryStore())
         if folder is not None:
             site_folder = folder / SITES_FOLDER / name
-            artifacts = SiteFolder(site_folder, name, chosen, config, seed, on_final_model=call)
+            stays = SiteFolder(site_folder, name, chosen, config, seed)
             state = StateStore(site_folder / STATE)
         return Participant(
             name,
@@ -165,7 +164,8 @@ def run_local(
             chosen,
             hyper,
             store=state,
-            artifacts=artifacts,
+            folder=stays,
+            on_final_model=partial(delivered, name),
             local=LocalSettings(share_model=True),
         )
 
