@@ -291,6 +291,19 @@ def test_the_gate_refuses_collapse(everywhere: float) -> None:
     assert "mutual information is 0.00 of the start" in gate_refusal(state, start)
 
 
+def test_the_gate_refuses_a_state_that_empties_a_mask() -> None:
+    """One of 99 masks is too many, one of 100 is not; an image may get a mask."""
+    for masks, refused in ((99, True), (100, False)):
+        start = StateSummary(1.0, 0.5, 1.0, has_mask=(True,) * masks + (False,))
+        state = StateSummary(0.9, 0.5, 1.0, has_mask=(True,) * (masks - 1) + (False, True))
+        assert ("1 images without a mask" in gate_refusal(state, start)) == refused
+    p = torch.zeros(3, 1, 4, 4)
+    p[1, 0, 2, 2] = 0.6
+    zero = torch.tensor(0.0)
+    summary = summarize_state(SEGMENTATION, [(zero, zero, p[:2]), (zero, zero, p[2:])])
+    assert summary.has_mask == (False, True, False)
+
+
 def test_every_limit_refuses() -> None:
     start = StateSummary(1.0, 0.5, 1.0)
     assert gate_refusal(start, start) == ""

@@ -6,9 +6,8 @@ consistency under noise, shape and certainty (Eq. 7-10), from the uniform mixtur
 models contradict each other a mixture means nothing: then the fit starts from the mixture or the
 personal model that noise changes least, relative to what it tells, normalised by the test batch or
 by its own running statistics. The state with the lowest loss among those that pass the gate is
-used. The gate exists because the loss alone once selected a state with an empty mask
-(docs/results.md): a state must be nearly as informative as its start, and agree with the mixture or
-with an expert.
+used. The gate exists because an empty mask has the lowest loss: a state must be nearly as
+informative as its start, agree with the mixture or with an expert, and empty no mask.
 """
 
 import dataclasses
@@ -48,6 +47,8 @@ ROUTER = TensorSpec("router")  # the fitted coefficients of a delivered model
 GATE_INFORMATION = 0.8
 # Least agreement (Dice) with the mixture or an expert.
 GATE_AGREEMENT = 0.9
+# Largest fraction of the images with a mask at the start that a state may leave without one.
+GATE_EMPTIED = 0.01
 # Two experts contradict each other if their masks agree less (Dice): more differs than coincides.
 CONTRADICTION = 0.5
 MIXTURE = "mixture"
@@ -117,12 +118,14 @@ class StateSummary:
         agreement: with the masks, or classes, of the reference that it agrees with most; see
             `formulas.agreeing`.
         consistency: what noise changes, Eq. 7.
+        has_mask: for each image, whether its mask is not empty; () without masks.
     """
 
     loss: float
     information: float
     agreement: float
     consistency: float = 0.0
+    has_mask: tuple[bool, ...] = ()
 
     @property
     def instability(self) -> float:
@@ -192,7 +195,13 @@ def summarize_state(
     information = float(formulas.entropy_of(torch.as_tensor(shares / count))) - entropy
     agreements = [agreement(decisions, reference) for reference in references]
     agreement_with_nearest = max(agreements, default=1.0)
-    return StateSummary(mean_loss, max(0.0, information), agreement_with_nearest, mean_consistency)
+    has_mask: list[bool] = []
+    if task.kind == "segmentation":
+        for masks in decisions:
+            has_mask += masks.flatten(1).any(dim=1).tolist()
+    return StateSummary(
+        mean_loss, max(0.0, information), agreement_with_nearest, mean_consistency, tuple(has_mask)
+    )
 
 
 def agreement(first: Decisions, second: Decisions) -> float:
@@ -238,6 +247,11 @@ def gate_refusal(state: StateSummary, start: StateSummary) -> str:
             "its agreement with the mixture and with each expert is at most "
             f"{state.agreement:.2f}, below {GATE_AGREEMENT:g}"
         )
+    emptied = 0
+    for before, after in zip(start.has_mask, state.has_mask, strict=True):
+        emptied += before and not after
+    if emptied > GATE_EMPTIED * sum(start.has_mask):
+        return f"it leaves {emptied} images without a mask that have one at the start"
     return ""
 
 
