@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from cli.pair import EMPTY, PAIR
 from helpers import small_tasks
+from medflare.cli import main
 from medflare.cli.options import environment, set_values, site_names, task_with
 from medflare.cli.run import FederationOptions, hyper_and_task
 from medflare.core.errors import ConfigError
@@ -110,3 +112,14 @@ def test_the_device_is_set_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyP
     assert "MEDFLARE_DEVICE" not in os.environ
     with pytest.raises(ConfigError, match=r"--device.*cuda:77"), environment(device="cuda:77"):
         pass
+
+
+def test_a_question_that_is_interrupted_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(arguments: list[str]) -> int:
+        raise typer.Abort
+
+    monkeypatch.setattr("medflare.cli.command._invoke", interrupted)
+    assert main(["task", "init", "DATA"]) == 130
+    assert capsys.readouterr().err == "medflare: interrupted\n"

@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _invoke(list(sys.argv[1:] if arguments is None else arguments))
     except MedflareError as error:
         problem = str(error)
-    except KeyboardInterrupt as stop:
+    except (KeyboardInterrupt, typer.Abort) as stop:  # Abort: at a question
         print("; ".join(["medflare: interrupted", *map(str, stop.args)]), file=sys.stderr)
         return 130
     except EOFError:

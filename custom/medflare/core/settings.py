@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 from pydantic_core import CoreSchema
-from pydantic_core.core_schema import no_info_before_validator_function
+from pydantic_core.core_schema import json_or_python_schema, no_info_before_validator_function
 from typing_extensions import dataclass_transform
 
 from medflare.core.errors import ConfigError, MedflareError
@@ -51,7 +51,9 @@ def _schema(cls: type, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema
     def build(value: Any) -> Any:
         return _built(cls, value) if isinstance(value, Mapping) else value
 
-    return no_info_before_validator_function(build, handler(source))
+    schema = handler(source)
+    of_python = no_info_before_validator_function(build, schema)
+    return json_or_python_schema(json_schema=schema, python_schema=of_python)
 
 
 def checked(

@@ -312,9 +312,3 @@ def test_ddaig_averages_all_networks() -> None:
     squares.assert_close(
         played.server.networks, weighted_mean(networks, dict.fromkeys(networks, 1.0))
     )
-
-
-def test_ddaig_refuses_images_of_one_pixel() -> None:
-    task = squares.task("classification", network={"name": "mlp"}, size=[1, 8])
-    with pytest.raises(ConfigError, match="2 pixels"):
-        squares.algorithm(DDAIGSite, task=task)
