@@ -90,6 +90,16 @@ class TestKrum:
             ]
         assert by("krum", sites) == [1.0]
 
+    @pytest.mark.parametrize("number", [math.nan, math.inf])
+    def test_a_model_with_nan_or_infinity_is_never_chosen(self, number: float) -> None:
+        """FLARE's own workflows do not validate updates. Two nearest of 1, 2, 4: 1 + 9, 1 + 4 and 4 + 9."""
+        assert by("krum", states([number], [1.0], [2.0], [4.0])) == [2.0]
+
+    @pytest.mark.parametrize("rule", ["geometric", "clipped"])
+    def test_rules_by_lengths_name_its_site(self, rule: str) -> None:
+        with pytest.raises(ValueError, match="site-1"):
+            by(rule, states([1.0], [math.nan], [2.0], [4.0]))
+
     def test_the_counter_is_that_of_the_chosen_one(self) -> None:
         sites = {
             f"s{number}": {"w": torch.tensor(float(number)), "n": torch.tensor(100 * number)}

@@ -11,6 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from helpers.fixture_types import Golden
+from medflare.core.errors import UpdateError
 from medflare.core.states import StateDict
 from medflare.methods.grace import formulas as grace
 
@@ -153,6 +154,21 @@ class TestConsistencyWeights:
             p = torch.rand(4, generator=generator, dtype=torch.float64)
             p = p / p.sum()
             assert grace.reweighted(c, p) @ c >= p @ c - 1e-12
+
+    def test_errors_name_the_offender(self) -> None:
+        with pytest.raises(ValueError, match="parameters"):
+            grace.consistent_aggregate(
+                {"w": torch.zeros(2)}, {"A": {"w": torch.zeros(2)}}, {"A": 1.0}, []
+            )
+        deltas = torch.ones(3, 2)
+        deltas[1, 0] = math.nan
+        with pytest.raises(UpdateError, match="1"):
+            grace.consistency_weights(deltas, torch.ones(3))
+        states = {"A": {"w": torch.ones(2)}, "B": {"w": torch.tensor([1.0, math.inf])}}
+        with pytest.raises(UpdateError, match="B"):
+            grace.consistent_aggregate({"w": torch.zeros(2)}, states, {"A": 1.0, "B": 1.0}, ["w"])
+        with pytest.raises(ValueError, match="0"):
+            grace.consistency_weights(torch.ones(2, 2), torch.zeros(2))
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.5])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medflare.core.errors import UpdateError
 from medflare.core.states import State, StateDict, States, blend, cosines, gram, weighted_mean
 from medflare.methods.parts.tensors import named_gradients
 
@@ -48,11 +49,16 @@ def consistency_weights(
 
     Returns:
         float64 weights (M,) >= 0 with sum 1.
+
+    Raises:
+        UpdateError: an update that is not finite, by its row.
+        ValueError: weights p that are negative, not finite or all zero.
     """
     deltas = torch.as_tensor(deltas, dtype=torch.float64)
     p = torch.as_tensor(p, dtype=torch.float64)
     tensors = deltas.split(list(sizes) or [deltas.shape[1]], dim=1)
     grams = torch.stack([part @ part.T for part in tensors])
+    _refuse_non_finite([str(row) for row in range(len(deltas))], grams)
     return reweighted(average_consistency(similarity(grams, granularity), include_self), p)
 
 
@@ -103,7 +109,12 @@ def reweighted(c: Tensor, p: Tensor) -> Tensor:
     Args:
         c: consistencies (M,).
         p: FedAvg's weights (M,), >= 0.
+
+    Raises:
+        ValueError: weights p that are negative, not finite or all zero.
     """
+    if not (p >= 0).all() or not 0 < p.sum() < math.inf:
+        raise ValueError(f"p must be finite, >= 0 and not all zero, got {p.tolist()}")
     lowest = float(c.min())
     if float(c.max()) - lowest < _EQUAL:
         return p / p.sum()
@@ -138,12 +149,21 @@ def consistent_aggregate(
 
     Returns:
         (the next global model, with the dtypes of `model`; site -> p'_m).
+
+    Raises:
+        UpdateError: an update that is not finite, by its site.
+        ValueError: no parameters.
     """
+    if not parameters:
+        raise ValueError(
+            "consistent_aggregate: no parameters to compare updates by; name the trainable entries"
+        )
     sites = sorted(states)
     by_tensor = []
     for name in parameters:
         by_tensor.append(gram([states[site][name] for site in sites], model[name]))
     grams = torch.stack(by_tensor)
+    _refuse_non_finite(sites, grams)
     shares = torch.tensor([p[site] for site in sites], dtype=torch.float64)
     consistency = average_consistency(similarity(grams, granularity), include_self)
     weights = dict(zip(sites, reweighted(consistency, shares).tolist(), strict=True))
@@ -154,6 +174,16 @@ def consistent_aggregate(
     # sum p' = 1: theta_g + eta_g (mean - theta_g)
     stepped = blend({name: model[name] for name in parameters}, mean, server_rate)
     return {**mean, **stepped}, weights
+
+
+def _refuse_non_finite(sites: Sequence[str], grams: Tensor) -> None:
+    """Raises UpdateError with the sites whose update has no finite length."""
+    lengths = grams.sum(dim=0).diagonal()
+    refused = [site for site, square in zip(sites, lengths, strict=True) if not square.isfinite()]
+    if refused:
+        raise UpdateError(
+            f"the update of {', '.join(refused)} holds NaN or infinity; leave it out of the round"
+        )
 
 
 # Site: feature alignment (Eq. 2); the paper names CORAL, MMD and adversarial training without

@@ -112,7 +112,7 @@ def combined(
     """The sites' models as one.
 
     Args:
-        states: site -> finite state, all with equal names and shapes.
+        states: site -> state, all with equal names and shapes.
         shares: site -> p_k, up to a common factor; not used by "median", "trimmed" and "krum".
         rule: one of `RobustRule`.
         limits: of the rules.
@@ -123,7 +123,7 @@ def combined(
         (the state, site -> its weight; empty for coordinate-wise rules).
 
     Raises:
-        ValueError: states that differ in names or shapes.
+        ValueError: states that differ in names or shapes, or NaN where a rule needs lengths.
     """
     check_same_shapes(states)
     extension = EXTENSIONS.foreign(rule)
@@ -138,6 +138,8 @@ def combined(
     if rule == "krum":
         weights = krum_weights(distances, limits.faulty)
     else:
+        # Of a state to itself: 0, or NaN for one that is not finite.
+        _refuse_non_finite(sites, distances.diagonal().tolist())
         weights = geometric_weights(distances, [shares[site] for site in sites])
     by_site = dict(zip(sites, weights, strict=True))
     return weighted_mean(states, by_site), by_site
@@ -152,8 +154,19 @@ def _clipped(states: States, clip: float, origin: State | None) -> States:
         centre = {name: origin[name] for name in states[sites[0]]}
     updates = [difference(states[site], centre) for site in sites]
     lengths = [_length(update) for update in updates]
+    _refuse_non_finite(sites, lengths)
     parts = zip(sites, updates, clip_factors(lengths, clip), strict=True)
     return {site: moved(centre, update, factor) for site, update, factor in parts}
+
+
+def _refuse_non_finite(sites: Sequence[str], lengths: Sequence[float]) -> None:
+    refused = [
+        site for site, length in zip(sites, lengths, strict=True) if not math.isfinite(length)
+    ]
+    if refused:
+        raise ValueError(
+            f"the state of {', '.join(refused)} holds NaN or infinite values; leave it out"
+        )
 
 
 def robust_mean(states: States, rule: str, trim: float = 0.2) -> StateDict:
@@ -215,7 +228,7 @@ def krum_weights(distances: Tensor, faulty: int | None = None) -> list[float]:
     all have equal weights.
 
     Args:
-        distances: (K, K) squared distances.
+        distances: (K, K) squared distances; NaN counts as infinite.
         faulty: f, at most what K sites allow; None: this maximum.
     """
     count = len(distances)
@@ -225,8 +238,9 @@ def krum_weights(distances: Tensor, faulty: int | None = None) -> list[float]:
     if faulty is None or faulty > most:
         faulty = most
     nearest = count - faulty - 2
+    finite = torch.where(distances.isnan(), torch.inf, distances)
     # The least distance is that to itself.
-    scores = distances.sort(dim=1).values[:, 1 : nearest + 1].sum(dim=1)
+    scores = finite.sort(dim=1).values[:, 1 : nearest + 1].sum(dim=1)
     chosen = int(scores.argmin())
     return [float(site == chosen) for site in range(count)]
 

@@ -129,7 +129,15 @@ def prototype_gamma(local: Tensor, global_: Tensor, tau: float) -> Tensor:
 
     Returns:
         (C,) gamma; 1 for a class without a local or a global prototype.
+
+    Raises:
+        ValueError: prototypes of two shapes.
     """
+    if local.shape != global_.shape:
+        raise ValueError(
+            f"local prototypes of shape {tuple(local.shape)} "
+            f"and global ones of {tuple(global_.shape)}; both are (C, D)"
+        )
     present = (local != 0).any(dim=1) & (global_ != 0).any(dim=1)
     similarity = functional.cosine_similarity(local, global_, dim=1)  # Eq. 11
     gamma = (1 + tau) / (similarity + tau).clamp(min=1e-3)  # Eq. 12
@@ -150,7 +158,14 @@ def cpa_loss(
         counts: (C,) global class counts of the conjoint objective; None: G = 1.
         gamma: (C,) see `prototype_gamma`; None: gamma = 1.
         beta: see `conjoint_mask`.
+
+    Raises:
+        ValueError: counts or gamma of another number of classes than the logits.
     """
+    for name, numbers in (("counts", counts), ("gamma", gamma)):
+        if numbers is not None and numbers.shape != logits.shape[1:2]:
+            shape = tuple(numbers.shape)
+            raise ValueError(f"{name} of shape {shape} for {logits.shape[1]} classes")
     if counts is not None:
         log_mask = conjoint_mask(counts.to(logits.device), beta).log().to(logits.dtype)
         logits = logits + log_mask.T[:, targets].movedim(0, 1)
