@@ -212,6 +212,19 @@ def test_a_table_with_masks_has_labels_on_request(tmp_path: Path) -> None:
     assert labels_of(tmp_path, kind="classification") == {name: label for name, _, label in rows}
 
 
+@pytest.mark.parametrize(
+    ("case", "patient"),
+    [("Fallnummer", "Pseudonym"), ("case", "mrn_hash"), ("lesion_id", "Patienten-Nr")],
+)
+def test_a_case_is_no_patient_beside_one(case: str, patient: str, tmp_path: Path) -> None:
+    names = pictures(tmp_path)
+    rows = [(name, 9000 + n, f"p{n // 2}", "ab"[n // 2 % 2]) for n, name in enumerate(names)]
+    table(tmp_path / "t.csv", ("image", case, patient, "label"), *rows)
+    assert f"patient {patient}" in import_folder(tmp_path).dataset.layout
+    table(tmp_path / "t.csv", ("image", case, "label"), *((*row[:2], row[3]) for row in rows))
+    assert f"patient {case}" in import_folder(tmp_path, ImportOptions(force=True)).dataset.layout
+
+
 def test_findings_with_other_values_than_0_and_1(tmp_path: Path) -> None:
     """As CheXpert: the columns of valid.csv are 0 or 1, those of train.csv are not."""
     for split, values in (("train", ("1.0", "-1.0", "0.0")), ("valid", ("1.0", "0.0", "1.0"))):

@@ -47,7 +47,7 @@ LAYOUTS = (
 )
 _IMAGES_OF_CLASS = 2.5  # folders with fewer, in the mean, are probably patients
 _MOST_GRADES = 7  # folders called 0, 1, ...; more may be patients (BI-RADS has 0 to 6)
-_PATIENT_WORDS = {*WORDS["column"]["patient"]}
+_PATIENT_WORDS = {*WORDS["column"]["patient"], *WORDS["column"]["case"]}
 # Words before the numbers of classes.
 _GRADES = {*WORDS["label_column_end"], *WORDS["numbered_class"]}
 

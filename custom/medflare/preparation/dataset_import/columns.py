@@ -107,12 +107,9 @@ def columns_but_labels(table: ImageTable, columns: Columns) -> UsedColumns:
     frame = table.frame
     header = list(frame)
     used = _requested_columns(table, columns)
-    for name in {*used} - {"image", "label"}:
+    for name in ("mask", "split"):
         used[name] = used[name] or usual_columns(WORDS["column"][name], header)[:1]
-    for name in header:
-        repeated = frame[name][frame[name] != ""].duplicated().any()
-        if not used["patient"] and _is_called_patient(name) and repeated:
-            used["patient"] = [name]
+    used["patient"] = used["patient"] or patient_columns(frame)[:1]
     taken = set(chain(*used.values()))
     others = [column for column in header if column not in taken]
     for name, usual_names in WORDS["attribute_column"].items():
@@ -224,6 +221,18 @@ def usual_columns(usual_names: Sequence[str], header: Sequence[str]) -> list[str
     """The columns with usual names, the likeliest first."""
     by_words = {" ".join(words(name)): name for name in reversed(header)}
     return [by_words[usual] for usual in usual_names if usual in by_words]
+
+
+def patient_columns(frame: pd.DataFrame) -> list[str]:
+    """The columns that may name the patients, the likeliest first; cases and lesions, of which a
+    patient may have several, last.
+    """
+    header = list(frame)
+    columns = usual_columns(WORDS["column"]["patient"], header)
+    for name in header:
+        if _is_called_patient(name) and frame[name][frame[name] != ""].duplicated().any():
+            columns.append(name)
+    return [*columns, *usual_columns(WORDS["column"]["case"], header)]
 
 
 def _is_called_patient(column: str) -> bool:

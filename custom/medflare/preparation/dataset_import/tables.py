@@ -18,6 +18,7 @@ from medflare.preparation.dataset_import.columns import (
     UsedColumns,
     columns_but_labels,
     key_columns,
+    patient_columns,
     used_columns,
     usual_columns,
 )
@@ -575,7 +576,7 @@ def check_table(table: ImageTable, columns: Columns, kind: str) -> None:
     frame = table.frame
     folder = table.folder
     patients = [columns.patient] if columns.patient in frame else []
-    patients = patients or usual_columns(WORDS["column"]["patient"], list(frame))
+    patients = patients or patient_columns(frame)
     patients += [columns.image] if columns.image in frame else []
     named = any(table.named_by(frame[name]) for name in frame)
     if not named and not any(map(table.names_patients, [*patients, *key_columns(frame)])):
