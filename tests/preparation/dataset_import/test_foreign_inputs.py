@@ -1047,6 +1047,7 @@ def test_folders_of_studies_in_a_table_are_of_the_patient_above(tmp_path: Path) 
         ("eye", ("OD", "OS"), "{p}_{c}.jpg"),
         ("session_id", ("ses-M00", "ses-M12"), "{p}/{c}/anat/{p}_{c}_T1w.jpg"),
         ("date", ("2020-01-05", "2021-03-07"), "{p}/{c}/1.jpg"),
+        ("visit date", ("2020-01-05", "2021-03-07"), "{p}_{c}.jpg"),
     ],
 )
 def test_a_row_of_a_patients_eye_or_visit_is_of_its_images_alone(
@@ -1067,6 +1068,42 @@ def test_a_row_of_a_patients_eye_or_visit_is_of_its_images_alone(
         patient = f"sub-{number:03}"
         entry = listed[names.format(p=patient, c=cells[number % 2])]
         assert (entry["patient"], entry["label"]) == (patient, number // 2 % 2)
+
+
+@pytest.mark.parametrize(
+    ("column", "cells", "names"),
+    [
+        ("eye", ("right", "left"), ("R", "L")),
+        ("Visit no", ("1", "02"), ("v01", "v2")),
+        ("Datum", ("5.1.2020", "7.3.2021"), ("2020-01-05", "2021-03-07")),
+    ],
+)
+def test_an_eye_or_visit_is_found_in_another_spelling(
+    column: str, cells: tuple[str, str], names: tuple[str, str], tmp_path: Path
+) -> None:
+    rows = []
+    for number in NUMBERS:
+        for name in names:
+            picture(tmp_path / f"P{number:03}_{name}.png", 60 + number)
+        rows += [(f"P{number:03}", cells[row], "ab"[(number + row) % 2]) for row in (0, 1)]
+    table(tmp_path / "clinic.csv", ("patient", column, "label"), *rows)
+    imported(tmp_path)
+    for row, name in enumerate(names):
+        assert entries(tmp_path)[f"P007_{name}.png"]["label"] == (7 + row) % 2
+
+
+@pytest.mark.parametrize("eyes", [("right",), ("right", "left")])
+def test_a_row_of_an_eye_that_no_name_has_is_asked_about(
+    eyes: Sequence[str], tmp_path: Path
+) -> None:
+    rows = []
+    for number in NUMBERS:
+        for name in ("a", "b"):
+            picture(tmp_path / f"P{number:03}_{name}.png", 60 + number)
+        rows += [(f"P{number:03}", eye, "2024", "ab"[number % 2]) for eye in eyes]
+    table(tmp_path / "clinic.csv", ("patient", "eye", "date", "label"), *rows)
+    assert "line 2: eye 'right' is in no name of 2 images, as P000_a.png" in error_of(tmp_path)
+    assert len(imported(tmp_path, columns=Columns(image="patient")).sites[""]) == 20
 
 
 def test_a_named_column_of_another_table_is_read_beside_the_one_that_is_named(

@@ -17,14 +17,16 @@ from medflare.preparation.dataset_import.folders import NEARLY_ALL, ImageFolder
 from medflare.preparation.dataset_import.frames import SAMPLED_ROWS, UnrelatedTableError, read_frame
 from medflare.preparation.dataset_import.names import (
     PATIENT,
+    WORDS,
     composed,
     first_split,
     parse_name,
     patient_key,
+    words,
 )
 
-_DAY_FIRST = re.compile(r"(?P<day>\d{1,2})[./](?P<month>\d{1,2})[./](?P<year>\d{4})")
-_YEAR_FIRST = re.compile(r"(?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)")  # a time may follow
+_DAY_FIRST = re.compile(r"(\d{1,2})[./](\d{1,2})[./](\d{4})")
+_YEAR_FIRST = re.compile(r"(\d{4})-0?(\d\d)-0?(\d\d)(?: \d\d:.*)?")  # a time may follow
 _LETTER_AND_NUMBER = re.compile(r"[A-Za-z](\d{5,})")  # s50414267 is study 50414267 of MIMIC-CXR
 
 
@@ -189,15 +191,15 @@ class ImageTable:
         """The images of the patient that a cell names, by folders or the beginning of names."""
         return self._without_masks(self._of_patient(cell)) or self.beginning_with(cell)
 
-    def with_word(self, word: str, images: Sequence[Path]) -> Sequence[Path]:
-        """The images that have a word in their path, or as a part of it; all for ""."""
+    def with_word(self, word: str, column: str, images: Sequence[Path]) -> Sequence[Path]:
+        """The images that have a word of a column in their path, or as a part of it; all for ""."""
         if not word:
             return images
-        spellings = _spellings(word)
+        spellings = _spellings(word, column)
         found = []
         for image in images:
             folders = image.relative_to(self.folder.root).parent.parts
-            parts = _folded([*folders, stem(image)])
+            parts = list(map(_with_short_dates, [*folders, stem(image)]))
             parts += chain.from_iterable(re.split("[ _.-]+", part) for part in list(parts))
             if not spellings.isdisjoint(parts):
                 found.append(image)
@@ -243,19 +245,37 @@ class ImageTable:
         return of_split or images
 
 
-def _spellings(word: str) -> set[str]:
-    """A word as a path may have it: also a date as 20190302.
+def _spellings(word: str, column: str) -> set[str]:
+    """The ways in which a path may have a cell: an eye in short, the number of a visit with a
+    beginning of the column's name.
 
     Examples:
-        >>> sorted(_spellings("2.3.2019")), sorted(_spellings("2019-03-02"))
-        (['2.3.2019', '20190302'], ['2019-03-02', '20190302'])
+        >>> sorted(_spellings("02", "Visit"))[:4], "v2" in _spellings("2", "Visit ID")
+        (['02', '2', 'v02', 'v2'], True)
+        >>> "r" in _spellings("Right", "eye"), _spellings("2.3.2019", "day")
+        (True, {'20190302'})
     """
-    text = composed(word).casefold()
-    date = _DAY_FIRST.fullmatch(text) or _YEAR_FIRST.match(text)
-    if not date:
-        return {text}
-    numbers = {name: int(number) for name, number in date.groupdict().items()}
-    return {text, "{year:04}{month:02}{day:02}".format(**numbers)}
+    text = _with_short_dates(word)
+    spellings = {text}
+    for side in WORDS["side"]:
+        if text in side:
+            spellings.update(side)
+    if text.isdecimal():
+        name = words(column)[0] if " ".join(words(column)) in WORDS["part_column"] else ""
+        for end in range(len(name) + 1):
+            spellings |= {f"{name[:end]}{int(text)}", f"{name[:end]}{int(text):02}"}
+    return spellings
+
+
+def _with_short_dates(text: str) -> str:
+    """A text for a comparison without regard to case, with dates as 20190302.
+
+    Examples:
+        >>> _with_short_dates("P7_2019-03-02"), _with_short_dates("2.3.2019")
+        ('p7_20190302', '20190302')
+    """
+    with_year_first = _DAY_FIRST.sub(r"\3-0\2-0\1", composed(text).casefold())
+    return _YEAR_FIRST.sub(r"\1\2\3", with_year_first)
 
 
 def _beginnings(name: str) -> list[str]:

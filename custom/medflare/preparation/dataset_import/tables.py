@@ -108,7 +108,9 @@ def read_tables(tables: Sequence[ImageTable], options: ImportOptions = DEFAULTS)
         folder_column = folder_column or _folder_column(table, used)
         notes += prefixed(path.name, map(_tells_apart, of_patient))
         used["split"] = [] if options.redraw else used["split"]
-        rows, incomplete = _read_rows(table, used, of_patient)
+        others = [name for name in table.frame if name not in (*chain(*used.values()), *of_patient)]
+        unfound = [] if columns.image else usual_columns(WORDS["part_column"], others)
+        rows, incomplete = _read_rows(table, used, of_patient, unfound)
         read, repeated = _each_once(rows, listed)
         if repeated:
             notes.append(f"{path.name}: {repeated} rows repeat the image and the cells of another")
@@ -177,10 +179,12 @@ def _refuse_labels_in_other_rows(table: ImageTable, used: UsedColumns) -> None:
 
 
 def _read_rows(
-    table: ImageTable, used: UsedColumns, of_patient: Sequence[str]
+    table: ImageTable, used: UsedColumns, of_patient: Sequence[str], unfound: Iterable[str]
 ) -> tuple[list[_Row], list[str]]:
-    """The images of a table with a list of labels each, and a line for each incomplete row;
-    `of_patient`: see `_columns_of_a_patients_images`.
+    """The images of a table with a list of labels each, and a line for each incomplete row.
+
+    `of_patient`: see `_columns_of_a_patients_images`; `unfound`: other columns that may tell these
+    images apart.
     """
     frame = table.frame
     rows = []
@@ -198,7 +202,8 @@ def _read_rows(
         if not images and not of_files:
             images = table.beginning_with(cell["image"])
         for column in of_patient:
-            images = table.with_word(row[column], images)
+            images = table.with_word(row[column], column, images)
+        _refuse_unfound(table, row, unfound, images, location)
         if not images:
             missing.append(f"{location}: no file for {cell['image']!r}")
         elif not all(label):
@@ -218,6 +223,23 @@ def _read_rows(
                 item = Item((image,), label, patient, split, site, attributes=attributes)
                 rows.append((location, item))
     return rows, missing
+
+
+def _refuse_unfound(
+    table: ImageTable,
+    row: Mapping[Any, str],
+    columns: Iterable[str],
+    images: Sequence[Path],
+    location: str,
+) -> None:
+    """Raise DataError for the cell of a column such as eye that none of several images has."""
+    for column in columns:
+        if len(images) > 1 and not table.with_word(row[column], column, images):
+            raise DataError(
+                f"{location}: {column} {row[column]!r} is in no name of {len(images)} images, as "
+                f"{table.folder.both(*images[:2])}; write the name of the file in a column image, "
+                "or if a row is of all images of its patient, name its column with --image-column"
+            )
 
 
 def _folder_column(table: ImageTable, used: UsedColumns) -> str:
@@ -259,7 +281,7 @@ def _columns_of_a_patients_images(table: ImageTable, used: UsedColumns) -> list[
         tells_apart = False
         for cell, word in zip(image_names, frame[name], strict=True):
             images = table.of_patient(cell)
-            with_word = table.with_word(word, images) if word else []
+            with_word = table.with_word(word, name, images) if word else []
             rows += bool(images and word)
             named += bool(with_word)
             tells_apart = tells_apart or 0 < len(with_word) < len(images)
@@ -336,8 +358,9 @@ def _each_once(rows: Iterable[_Row], listed: dict[Path, _Row]) -> tuple[list[Ite
         repeated += 1
         if other != item:
             raise DataError(
-                f"{location}: image {item.first.name} is also in {earlier}, with other cells; keep "
-                "one row of an image, and join several findings in its label by |"
+                f"{location}: image {item.first.name} is also in {earlier}, with other cells; if "
+                "the rows are of several images, write the name of each in a column image; "
+                "otherwise keep one row, and join several findings in its label by |"
             )
     return items, repeated
 
