@@ -345,6 +345,17 @@ def test_folders_are_no_classes_beside_a_table_of_the_images(
     assert {*labels_of(tmp_path, kind="classification").values()} == {"north", "south"}
 
 
+def test_files_of_one_name_at_each_site_are_named(tmp_path: Path) -> None:
+    rows = []
+    for name in _sites(tmp_path):
+        site, _, file = name.partition("/")
+        rows.append((site, file, f"P{file[0]}", "ab"[len(rows) % 2]))
+    table(tmp_path / "all.csv", ("hospital", "file", "patient", "label"), *rows)
+    columns = Columns(site="hospital")
+    text = error_of(tmp_path, columns=columns, out=tmp_path.parent / "out")
+    assert "column file: '0.png' can be north/0.png and south/0.png; write the whole" in text
+
+
 def test_a_column_that_may_name_the_sites_is_named(tmp_path: Path) -> None:
     names = pictures(tmp_path / "in")
     rows = []

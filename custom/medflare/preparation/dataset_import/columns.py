@@ -184,11 +184,11 @@ def _image_columns(table: ImageTable, used: UsedColumns) -> list[str]:
 
 
 def _refuse_several_files(table: ImageTable, columns: Iterable[str]) -> None:
-    """Raise DataError for columns with another name in each row that can be several files, as
-    raw/1.png and clahe/1.png; "left" may be in each patient's folder.
+    """Raise DataError for columns of files, or with another name in each row, that can be several
+    files, as raw/1.png and clahe/1.png; "left" may be in each patient's folder.
     """
     for name in columns:
-        if table.frame[name].is_unique:
+        if table.frame[name].is_unique or _names_files(table.frame[name]):
             for cell in table.frame[name].head(SAMPLED_ROWS):
                 table.image(cell, f"{table.path} column {name}")
 
