@@ -346,7 +346,7 @@ def test_folders_are_no_classes_beside_a_table_of_the_images(
 
 
 def test_files_of_one_name_at_each_site_are_named(tmp_path: Path) -> None:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in _sites(tmp_path):
         site, _, file = name.partition("/")
         rows.append((site, file, f"P{file[0]}", "ab"[len(rows) % 2]))
@@ -354,6 +354,25 @@ def test_files_of_one_name_at_each_site_are_named(tmp_path: Path) -> None:
     columns = Columns(site="hospital")
     text = error_of(tmp_path, columns=columns, out=tmp_path.parent / "out")
     assert "column file: '0.png' can be north/0.png and south/0.png; write the whole" in text
+
+
+@pytest.mark.parametrize("last", [(), ("outside_training",)])
+def test_masks_of_a_table_that_are_not_those_beside_are_asked_about(
+    last: tuple[str, ...], tmp_path: Path
+) -> None:
+    """As predictions, also of medflare."""
+    rows = []
+    for name in pictures(tmp_path / "images"):
+        mask(tmp_path / "masks" / name)
+        predicted = mask(tmp_path / "predictions" / f"{name[:-4]}_seg.png")
+        rows.append((f"images/{name}", predicted.name, *["" for _ in last]))
+    table(tmp_path / "predictions/predictions.csv", ("image", "mask", *last), *rows)
+    text = error_of(tmp_path)
+    assert ("predictions are no labels" in text) == bool(last)
+    assert last or "predictions/0_seg.png and masks/0.png seem to be masks of one image" in text
+    report = import_folder(tmp_path, ImportOptions(leave_out=("predictions",)))
+    assert {item.masks[0].parent.name for item in report.sites[""]} == {"masks"}
+    assert import_folder(tmp_path, ImportOptions(columns=Columns(mask="mask"), force=True))
 
 
 def test_a_column_that_may_name_the_sites_is_named(tmp_path: Path) -> None:

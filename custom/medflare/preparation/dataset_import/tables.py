@@ -57,6 +57,7 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d 00:00:00")  # of a cell of Excel
 _EXCEL_ERROR = re.compile(r"#(N/A|NV|[A-ZÀ-Ü/0]+[!?])")  # as #REF! and #BEZUG!
 _MASK_COLUMNS: list[str] = WORDS["column"]["mask"]  # usual names
 _SPLIT_OR_FOLD = SPLIT_WORDS | {"fold", "folds"}
+_OF_PREDICTIONS = "outside_training"  # column of the predictions.csv of `medflare predict`
 _MAX_LEVELS = 8  # more numbers with decimals are a measurement, and no classes
 # How programs write a missing value, in lower case (those that pandas knows).
 _MISSING: list[str] = WORDS["missing_value"]
@@ -119,6 +120,7 @@ def read_tables(tables: Sequence[ImageTable], options: ImportOptions = DEFAULTS)
             read = [_in_split_of_folder(item, of_table, table) for item in read]
         items += read
         missing += incomplete
+    location = " and ".join(str(table.path) for table in tables)
     used_files = {file for item in items for file in item.paths}
     unlisted = [image for image in folder.images if image not in used_files]
     if unlisted:
@@ -126,10 +128,10 @@ def read_tables(tables: Sequence[ImageTable], options: ImportOptions = DEFAULTS)
             f"{len(unlisted)} of {len(folder.images)} files have no complete row and are "
             f"not used, the first: {folder.relative(unlisted[0])}"
         )
+    _refuse_other_masks(location, items, [] if columns.mask else unlisted, folder)
     unsplit = sum(not item.split for item in items)
     names = labelled_by if len(labelled_by) > 1 else []
     labels = [item.label for item in items]
-    location = " and ".join(str(table.path) for table in tables)
     if items and not used["mask"]:
         cells = pd.DataFrame(labels, columns=labelled_by)
         confirmed = options.kind == "classification"
@@ -163,6 +165,21 @@ def read_tables(tables: Sequence[ImageTable], options: ImportOptions = DEFAULTS)
         labelled_by=tuple(labelled_by),
         site_columns={column: len(names) for column, names in names_of_sites.items()},
     )
+
+
+def _refuse_other_masks(
+    location: str, items: Iterable[Item], unlisted: Iterable[Path], folder: ImageFolder
+) -> None:
+    """Raise DataError for a file that is called like the mask of an image that has another one."""
+    names = folder.names
+    mask_of = {names[item.first][:2]: mask for item in items for mask in item.masks}
+    for file in unlisted:
+        mask = mask_of.get(names[file][:2])
+        if mask and names[file].mask:
+            raise DataError(
+                f"{location}: {folder.both(mask, file)} seem to be masks of one image; leave the "
+                "wrong ones or the table out with --leave-out, or choose with --mask-column"
+            )
 
 
 def _refuse_labels_in_other_rows(table: ImageTable, used: UsedColumns) -> None:
@@ -598,6 +615,8 @@ def check_table(table: ImageTable, columns: Columns, kind: str) -> None:
     """
     frame = table.frame
     folder = table.folder
+    if _OF_PREDICTIONS in frame:
+        raise UnrelatedTableError(f"{folder.relative(table.path)}: predictions are no labels")
     patients = [columns.patient] if columns.patient in frame else []
     patients = patients or patient_columns(frame)
     patients += [columns.image] if columns.image in frame else []
