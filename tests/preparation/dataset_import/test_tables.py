@@ -375,6 +375,16 @@ def test_masks_of_a_table_that_are_not_those_beside_are_asked_about(
     assert import_folder(tmp_path, ImportOptions(columns=Columns(mask="mask"), force=True))
 
 
+def test_a_table_of_excluded_patients_leaves_none_out(tmp_path: Path) -> None:
+    rows = [(name, f"P{n}", "ab"[n % 2]) for n, name in enumerate(pictures(tmp_path))]
+    table(tmp_path / "labels.csv", ("file", "patient", "label"), *rows)
+    table(tmp_path / "excluded.csv", ("patient", "reason"), ("P3", "consent"), ("P7", "artefact"))
+    for columns in (Columns(), Columns(patient="patient")):
+        report = import_folder(tmp_path, ImportOptions(columns=columns, force=True))
+        assert "not used: excluded.csv: says nothing new" in report.render()
+        assert len(report.sites[""]) == 12
+
+
 def test_a_column_that_may_name_the_sites_is_named(tmp_path: Path) -> None:
     names = pictures(tmp_path / "in")
     rows = []

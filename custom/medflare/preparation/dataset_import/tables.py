@@ -531,7 +531,7 @@ def described(
 
     Returns:
         The images, and the columns that were read, in words; "" if only the name of the table says
-        something, or it is of images that are not used, None if nothing does.
+        something, or it is of images that are not used, None if nothing says something new.
 
     Raises:
         DataError: two rows that say different things of an image, no row says something, or as of
@@ -589,6 +589,12 @@ def described(
             attributes=attributes.completed(item.attributes),
         )
         complete.append(with_cells if redraw else _in_split_of_folder(with_cells, "", table))
+    if complete == [*items]:
+        table.problem = UnrelatedTableError(
+            f"{table.folder.relative(table.path)}: says nothing new of the images, and leaves none "
+            "out; if it lists some to leave out, give --leave-out with their names"
+        )
+        return complete, None
     if of_table and not all(item.split for item in items):
         read["split"] = of_table
     listed = ", ".join(f"{name} {column}" for name, column in read.items())
