@@ -224,7 +224,7 @@ def _read_rows(
         if not images:
             missing.append(f"{location}: no file for {cell['image']!r}")
         elif not all(label):
-            missing.append(f"{location}: {_lacking(used, label)}")
+            missing.append(f"{location}: {_lacking(used, label, row)}")
         elif used["site"] and not cell["site"]:
             missing.append(f"{location}: no site")
         else:
@@ -340,10 +340,13 @@ def _line_of_findings(
     return [f"{listed}, count as findings; {remedy}"]
 
 
-def _lacking(used: UsedColumns, label: Sequence[Any]) -> str:
+def _lacking(used: UsedColumns, label: Sequence[Any], row: Mapping[Any, str]) -> str:
     """What an incomplete row lacks."""
     if used["mask"]:
-        return "no mask"
+        cell = row[used["mask"][label.index(None)]]
+        if re.search("[;,|]", cell):
+            cell += "; if these are several, unite them in one file, or write a column for each"
+        return f"no mask {cell}".strip()
     if len(label) == 1:
         return "no label"
     empty = [name for name, text in zip(used["label"], label, strict=True) if not text]
