@@ -385,6 +385,32 @@ def test_a_table_of_excluded_patients_leaves_none_out(tmp_path: Path) -> None:
         assert len(report.sites[""]) == 12
 
 
+def test_several_masks_in_a_cell_are_named(tmp_path: Path) -> None:
+    rows = []
+    for name in pictures(tmp_path):
+        mask(tmp_path / f"m{name}")
+        rows.append((name, f"m{name};m{name}"))
+    table(tmp_path / "t.csv", ("image", "mask"), *rows)
+    assert "no mask m0.png;m0.png; if these are several, unite them" in error_of(
+        tmp_path, columns=Columns(mask="mask")
+    )
+
+
+def test_labels_of_single_slices_are_explained(tmp_path: Path) -> None:
+    """As of RSNA's hemorrhages."""
+    rows = []
+    for number in range(6):
+        series = dicom_series(tmp_path / f"s{number}", 2)
+        change(series, range(2), SeriesInstanceUID=f"1.2.{number}")
+        for file in sorted(series.iterdir()):
+            file.rename(tmp_path / f"ID_{number}{file.name}")
+            rows.append((f"ID_{number}{file.stem}", len(rows) % 2))
+        series.rmdir()
+    table(tmp_path / "t.csv", ("ID", "any"), *rows)
+    text = error_of(tmp_path, columns=Columns(label="any"), out=tmp_path.parent / "out")
+    assert "'ID_00' in column ID; slices of a series have no own labels" in text
+
+
 def test_a_column_that_may_name_the_sites_is_named(tmp_path: Path) -> None:
     names = pictures(tmp_path / "in")
     rows = []

@@ -14,6 +14,7 @@ import pandas as pd
 from medflare.core.errors import DataError
 from medflare.data.attributes import age_problem, parse_attributes
 from medflare.data.datalist import patient_id
+from medflare.data.reading import stem
 from medflare.preparation.dataset_import.columns import (
     UsedColumns,
     columns_but_labels,
@@ -109,7 +110,7 @@ def read_tables(tables: Sequence[ImageTable], options: ImportOptions = DEFAULTS)
         folder_column = folder_column or _folder_column(table, used)
         notes += prefixed(path.name, map(_tells_apart, of_patient))
         used["split"] = [] if options.redraw else used["split"]
-        others = [name for name in table.frame if name not in (*chain(*used.values()), *of_patient)]
+        others = [name for name in table.frame if [name] not in used.values()]
         unfound = [] if columns.image else usual_columns(WORDS["part_column"], others)
         rows, incomplete = _read_rows(table, used, of_patient, unfound)
         read, repeated = _each_once(rows, listed)
@@ -297,9 +298,9 @@ def _columns_of_a_patients_images(table: ImageTable, used: UsedColumns) -> list[
         named = 0
         tells_apart = False
         for cell, word in zip(image_names, frame[name], strict=True):
-            images = table.of_patient(cell)
-            with_word = table.with_word(word, name, images) if word else []
-            rows += bool(images and word)
+            images = table.of_patient(cell) if word else []
+            with_word = table.with_word(word, name, images)
+            rows += bool(images)
             named += bool(with_word)
             tells_apart = tells_apart or 0 < len(with_word) < len(images)
         if tells_apart and 2 * named > rows:
@@ -380,7 +381,8 @@ def _each_once(rows: Iterable[_Row], listed: dict[Path, _Row]) -> tuple[list[Ite
             raise DataError(
                 f"{location}: image {item.first.name} is also in {earlier}, with other cells; if "
                 "the rows are of several images, write the name of each in a column image; "
-                "otherwise keep one row, and join several findings in its label by |"
+                "otherwise keep one row (slices have no own labels), and join several findings in "
+                "its label by |"
             )
     return items, repeated
 
@@ -644,6 +646,9 @@ def check_table(table: ImageTable, columns: Columns, kind: str) -> None:
             remedy = f"write the names of images in a column image, as {folder.relative(first)}"
             if first in folder.patients:
                 remedy += f", or the PatientID in a column patient, as {folder.patients[first]}"
+        first_name = first_text(frame[names[0]]).removesuffix(".dcm")
+        if folder.studies and first_name in map(stem, folder.root.rglob("*")):
+            remedy = "slices of a series have no own labels, write a row for each SeriesInstanceUID"
         raise kind_of_error(
             f"{folder.relative(table.path)} names no image of the folder, as "
             f"{first_text(frame[names[0]])!r} in column {names[0]}; {remedy}"
