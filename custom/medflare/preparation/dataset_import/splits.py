@@ -140,8 +140,8 @@ def _folds(items: Sequence[Item], folds: int, seed: int, key: str) -> np.ndarray
             found += f" ({count} images are of {patient!r})"
         remedy = "use fewer --sites" if key == "sites" else "unite the site with another"
         raise DataError(
-            f"{key}: {found}; add patients, {remedy}, or if it has more patients, name them by "
-            "--patient '^(p\\d+)' (of the file name, or of its path)"
+            f"no images for {key.strip()}: {found}; add patients, {remedy}, or if it has more "
+            "patients, name them by --patient '^(p\\d+)' (of the file name, or of its path)"
         )
     numbers = np.zeros(len(items), np.int64)
     if folds == 1:
