@@ -81,7 +81,7 @@ def _lines_of_text(text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _lines_of_workbook(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """The number and the cells of each row of the only sheet that is not empty.
+    """The number and the cells of each row of the only visible sheet that is not empty.
 
     ValueError for several sheets, none, and a damaged file.
     """
@@ -94,6 +94,8 @@ def _lines_of_workbook(path: Path) -> Iterator[tuple[int, list[str]]]:
             with ZipFile(file) as archive:
                 refuse_bomb(archive)
             for sheet in load_workbook(file, read_only=True, data_only=True).worksheets:
+                if sheet.sheet_state != "visible":  # of choices for cells
+                    continue
                 rows = []
                 for row in sheet.iter_rows(values_only=True):
                     if len(row) > _COLUMNS:
@@ -107,31 +109,35 @@ def _lines_of_workbook(path: Path) -> Iterator[tuple[int, list[str]]]:
     except Exception as error:  # of zip, zlib and XML
         raise ValueError(f"no file of Excel, or a damaged one: {one_line(error)}") from error
     if len(sheets) != 1:
-        raise ValueError(f"{len(sheets)} sheets with cells ({', '.join(sheets)}), where one counts")
-    [rows] = sheets.values()
+        raise ValueError(
+            f"{len(sheets)} visible sheets with cells ({', '.join(sheets)}), where one counts"
+        )
+    [(title, rows)] = sheets.items()
     if any(None in row for row in rows):
-        _refuse_formulas(path)
+        _refuse_formulas(path, title)
     for number, row in enumerate(rows, start=1):
         yield number, list(map(_text_of_cell, row))
 
 
-def _refuse_formulas(path: Path) -> None:
+def _refuse_formulas(path: Path, sheet: str) -> None:
     """Raise ValueError for a formula that a program wrote and that nobody has computed."""
     from openpyxl import load_workbook
 
     with warnings.catch_warnings(), path.open("rb") as file:
         warnings.filterwarnings("ignore", module="openpyxl")
-        both = [load_workbook(file, read_only=True, data_only=only) for only in (True, False)]
-        for sheet, of_formulas in zip(*both, strict=True):
-            for rows in zip(sheet.iter_rows(), of_formulas.iter_rows(), strict=True):
-                for cell, formula in zip(*rows, strict=True):
-                    # An empty text that was computed has the type str.
-                    without = cell.value is None and cell.data_type != "str"
-                    if without and formula.data_type == "f":
-                        raise ValueError(
-                            f"cell {formula.coordinate} is a formula without a value; open the "
-                            "file in Excel and save it"
-                        )
+        values, formulas = (
+            load_workbook(file, read_only=True, data_only=only)[sheet].iter_rows()
+            for only in (True, False)
+        )
+        for rows in zip(values, formulas, strict=True):
+            for cell, formula in zip(*rows, strict=True):
+                # An empty text that was computed has the type str.
+                without = cell.value is None and cell.data_type != "str"
+                if without and formula.data_type == "f":
+                    raise ValueError(
+                        f"cell {formula.coordinate} is a formula without a value; open the file in "
+                        "Excel and save it"
+                    )
 
 
 def _text_of_cell(value: Any) -> str:
