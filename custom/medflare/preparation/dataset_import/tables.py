@@ -713,7 +713,7 @@ def _encode_labels(
 
 def _flag(text: str) -> float | None:
     """The 0 or 1 of a finding, or None for another text."""
-    number = {"true": 1.0, "false": 0.0}.get(text.lower(), number_of(text))
+    number = WORDS["flag"].get(text.lower(), number_of(text))
     return number if number in (0, 1) else None
 
 
