@@ -119,9 +119,12 @@ def test_a_table_of_excel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "~$grades.xlsx").write_bytes(b"open somewhere")
     workbook["notes"].append(["anything"])
     workbook.save(tmp_path / "grades.xlsx")
-    assert "2 sheets with cells (Sheet, notes)" in error_of(
+    assert "2 visible sheets with cells (Sheet, notes)" in error_of(
         tmp_path, table=tmp_path / "grades.xlsx"
     )
+    workbook["notes"].sheet_state = "hidden"
+    workbook.save(tmp_path / "grades.xlsx")
+    assert len(read_frame(tmp_path / "grades.xlsx")) == 12
     monkeypatch.setattr(packages, "installed", lambda module: False)
     assert "pip install openpyxl" in error_of(tmp_path)
     monkeypatch.undo()
@@ -238,7 +241,7 @@ def test_findings_with_other_values_than_0_and_1(tmp_path: Path) -> None:
     assert "'-1.0' in column Edema" in text and "hold 0 or 1 each" in text
 
 
-@pytest.mark.parametrize("cells", [("1,0", "0,0"), ("TRUE", "FALSE")])
+@pytest.mark.parametrize("cells", [("1,0", "0,0"), ("TRUE", "FALSE"), ("WAHR", "falsch")])
 def test_findings_as_excel_writes_them(cells: tuple[str, str], tmp_path: Path) -> None:
     names = pictures(tmp_path)
     lines = [f"{name};{cells[n % 2]};{cells[n % 3 > 0]}" for n, name in enumerate(names)]
@@ -356,6 +359,17 @@ def test_files_of_one_name_at_each_site_are_named(tmp_path: Path) -> None:
     assert "column file: '0.png' can be north/0.png and south/0.png; write the whole" in text
 
 
+def test_numbers_that_pandas_has_made_floats_name_files(tmp_path: Path) -> None:
+    names = pictures(tmp_path)
+    rows = [(f"{n}.0", f"{n // 2}.0", "ab"[n // 2 % 2]) for n in range(len(names))]
+    table(tmp_path / "t.csv", ("image_id", "patient", "label"), *rows, ("", "", "a"))
+    assert "line 14: no file for ''" in error_of(tmp_path)
+    assert labels_of(tmp_path, skip=True)["3.png"] == "b"
+    (tmp_path / "datalist.json").unlink()
+    table(tmp_path / "t.csv", ("patient", "label"), *(row[1:] for row in rows[::2]))
+    assert "numbers that name 6 of 12 images" in error_of(tmp_path)
+
+
 @pytest.mark.parametrize("last", [(), ("outside_training",)])
 def test_masks_of_a_table_that_are_not_those_beside_are_asked_about(
     last: tuple[str, ...], tmp_path: Path
@@ -398,7 +412,7 @@ def test_several_masks_in_a_cell_are_named(tmp_path: Path) -> None:
 
 def test_labels_of_single_slices_are_explained(tmp_path: Path) -> None:
     """As of RSNA's hemorrhages."""
-    rows = []
+    rows: list[tuple[str, int]] = []
     for number in range(6):
         series = dicom_series(tmp_path / f"s{number}", 2)
         change(series, range(2), SeriesInstanceUID=f"1.2.{number}")

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import pandas as pd
 
 from medflare.core.errors import DataError
+from medflare.data.datalist import patient_id
 from medflare.data.reading import NIFTI, stem, suffix
 from medflare.preparation.dataset_import.folders import NEARLY_ALL, ImageFolder
 from medflare.preparation.dataset_import.frames import SAMPLED_ROWS, UnrelatedTableError, read_frame
@@ -155,7 +156,7 @@ class ImageTable:
         """Raise DataError for a column of numbers that name a part of the images, as those of
         patients would by accident.
         """
-        cells = self.frame[column]
+        cells = self.frame[column].map(patient_id)
         images = len(self._without_masks(self.folder.images))
         if cells.str.isdecimal().all() and len(cells) < NEARLY_ALL * images and not self.split:
             raise DataError(
@@ -229,8 +230,8 @@ class ImageTable:
             images = images or self._by_end.get("/".join(("", *parts[start:])), [])
         name = composed(text).rpartition("/")[2]
         images = [image for image in images if composed(image.name) == name] or images
-        if not images and text.isdecimal():  # Excel stores 007 as 7
-            images = self._by_number.get(text.lstrip("0"), [])
+        if not images and text:  # Excel stores 007 as 7, pandas as 7.0
+            images = self._by_number.get(patient_id(text).lstrip("0"), [])
         return images
 
     def _nearest(self, images: list[Path]) -> list[Path]:
