@@ -256,7 +256,7 @@ def _refuse_unfound(
             raise DataError(
                 f"{location}: {column} {row[column]!r} is in no name of {len(images)} images, as "
                 f"{table.folder.both(*images[:2])}; write the name of the file in a column image, "
-                "or if a row is of all images of its patient, name its column with --image-column"
+                "or if the row is of all of these, name the column of its patient by --image-column"
             )
 
 
