@@ -510,7 +510,7 @@ class SeedingServer(FedAvgServer):
             Forgotten,
             FedAvgServer,
             {"plain loop"},
-            r"'train' of round 1, 2 are needed \(a, b: Forgotten: train returns NoneType; return a M",
+            r"'train' of round 1 are usable \(a, b: Forgotten: train returns NoneType; return a M",
         ),
         (
             Undeclared,
