@@ -107,12 +107,22 @@ def test_a_mask_of_each_structure_in_a_folder_of_each_image(tmp_path: Path) -> N
         assert masks == [f"{folder}/aorta.nii.gz", f"{folder}/liver.nii.gz"]
 
 
-def test_a_structure_without_its_mask(tmp_path: Path) -> None:
-    names = [f"s{{n}}/segmentations/{name}.nii.gz*" for name in ("liver", "aorta", "spleen")]
-    files(tmp_path, "s{n}/ct.nii.gz", *names)
-    (tmp_path / "s3" / "segmentations" / "liver.nii.gz").unlink()
+@pytest.mark.parametrize("names", ["aorta", "aorta spleen"])
+@pytest.mark.parametrize("path", ["segmentations/{}.nii.gz", "{}_seg.nii.gz"])
+def test_a_structure_without_its_mask(names: str, path: str, tmp_path: Path) -> None:
+    masks = [f"s{{n}}/{path.format(name)}*" for name in ("liver", *names.split())]
+    files(tmp_path, "s{n}/ct.nii.gz", *masks)
+    (tmp_path / "s3" / path.format("liver")).unlink()
     assert "s3/ct.nii.gz: no mask of liver" in error_of(tmp_path)
     assert len(imported(tmp_path, skip=True).sites[""]) == 9
+
+
+def test_masks_of_objects_whose_number_differs(tmp_path: Path) -> None:
+    files(tmp_path, "s{n}/ct.nii.gz", "s{n}/masks/1.nii.gz*", "s{n}/masks/2.nii.gz*")
+    for number in NUMBERS:
+        files(tmp_path, f"s{number}/masks/{3 + number % 2}.nii.gz*")
+    text = error_of(tmp_path)
+    assert "are 1, 2, 3, 4 structures?" in text and "several objects, unite them" in text
 
 
 def test_soft_maps_of_structures(tmp_path: Path) -> None:

@@ -461,10 +461,11 @@ def _refuse_readers(dataset: Dataset, folder: ImageFolder) -> None:
             for row, name in enumerate(dataset.labels.values())
             if name in several[:2]
         )
+        pattern = f", as with --leave-out {shlex.quote(_pattern_of(other, kept))}" if kept else ""
         raise DataError(
             f"{folder.root}: are {shortened(several)} structures? if so, give --kind segmentation; "
-            "if they are of several readers, use one and leave the others out, as with --leave-out "
-            f"{shlex.quote(_pattern_of(other, kept))}; if they are of several objects, unite them"
+            f"if they are of several readers, use one and leave the others out{pattern}; if they "
+            "are of several objects, unite them"
         )
 
 

@@ -1,7 +1,7 @@
 """Images with a mask of every structure: in folders, in files, or told by the masks' names."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -150,7 +150,7 @@ def _of_structures(
 
 
 def structure_files(folder: ImageFolder, options: ImportOptions) -> Dataset | None:
-    """Folders of one image each and a mask of every structure, or None.
+    """Folders of one image each and masks of several structures, or None.
 
     As TotalSegmentator's case/ct.nii.gz, case/segmentations/liver.nii.gz.
     """
@@ -164,15 +164,17 @@ def structure_files(folder: ImageFolder, options: ImportOptions) -> Dataset | No
         other = masks[name.split, name.folders].setdefault(name.name, path)
         if other is not path:
             repeated.append((other, path))
-    shared = set.intersection(*map(set[str], masks.values()))
-    if len(shared) < 2 or any(len(images[key]) != 1 for key in masks):
+    counts = Counter(chain.from_iterable(masks.values()))
+    shared = {name for name, count in counts.items() if count >= min(2, len(masks))}
+    several = any(len(shared & of_image.keys()) > 1 for of_image in masks.values())
+    if not several or any(len(images[key]) != 1 for key in masks):
         return None
     if repeated:
         raise DataError(
             f"{folder.both(*repeated[0])} are masks of one structure, as of several readers; unite "
             "them, or take the others out"
         )
-    structures = sorted(set[str]().union(*masks.values()))
+    structures = sorted(counts)
     splits = {}
     masks_of = {}
     for key, listed in images.items():
