@@ -108,6 +108,22 @@ def test_masks_beside_those_of_splits(tmp_path: Path) -> None:
     assert len(imported(tmp_path, redraw=True).sites[""]) == 20
 
 
+@pytest.mark.parametrize("names", [("训练集", "验证集", "测试集"), ("Trainingsdaten", "Testdaten")])
+def test_folders_of_splits_in_other_languages(names: tuple[str, ...], tmp_path: Path) -> None:
+    for count, name in enumerate(names, start=3):
+        pairs(tmp_path / name, count, image="images/{n}.png", label="masks/{n}.png")
+    drawn = imported(tmp_path).sites[""]
+    tests = {item.first for item in drawn if item.split == "test"}
+    assert tests == {*(tmp_path / names[-1] / "images").iterdir()}
+
+
+@pytest.mark.parametrize("images", [3, 6])
+def test_folders_that_may_be_splits(images: int, tmp_path: Path) -> None:
+    for name in ("TR", "TE"):
+        pairs(tmp_path / name, images, image="images/{n}.png", label="masks/{n}.png")
+    assert "the folders TE, TR; if they are splits, rename them" in imported(tmp_path).render()
+
+
 def test_training_images_may_lie_beside_a_folder_of_test_images(tmp_path: Path) -> None:
     for kind, write in (("classes", classes), ("masks", pairs)):
         for folder in (tmp_path / kind, tmp_path / kind / "test"):

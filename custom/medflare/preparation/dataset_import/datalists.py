@@ -62,9 +62,11 @@ from medflare.preparation.dataset_import.site_files import (
 from medflare.preparation.dataset_import.splits import draw_splits, items_by_site
 from medflare.preparation.dataset_import.written_masks import can_be_written
 
-# Maximum of folders, and minimum of images in each, for which they may be sites.
+# Maximum of folders, and minimum of images in each, for which they may be sites; maximum of folders
+# with fewer, which may be splits.
 _MAX_SITES = 30
 _MIN_IMAGES = 5
+_MAX_SPLITS = 4
 T = TypeVar("T")
 _SHOWN = 10  # lines about incomplete images
 
@@ -431,7 +433,7 @@ def _refuse_classes_of_one_split(
 
 
 def _site_warning(items: Sequence[Item], root: Path) -> str:
-    """A line if every image and its masks are in one of a few folders that may be sites.
+    """A line if every image and its masks are in one of a few folders that may be sites or splits.
 
     Otherwise "".
     """
@@ -441,16 +443,16 @@ def _site_warning(items: Sequence[Item], root: Path) -> str:
         if len(tops) > 1:
             return ""
         counts.update(tops)
-    if not 1 < len(counts) <= _MAX_SITES or min(counts.values()) < _MIN_IMAGES:
+    most = _MAX_SITES if min(counts.values()) >= _MIN_IMAGES else _MAX_SPLITS
+    if not 1 < len(counts) <= most or len(counts) == len(items):
         return ""
-    if any(map(first_split, counts)):
-        return ""
-    if not any(item.masks for item in items):
+    if any(map(first_split, counts)) or not any(item.masks for item in items):
         return ""
     folders = ", ".join(sorted(counts))
     return (
-        f"all images are in the folders {folders}; if each is a site, give --site-folders --out "
-        "DATA, if each is a class, --kind classification"
+        f"all images are in the folders {folders}; if they are splits, rename them train, val and "
+        "test, if each is a site, give --site-folders --out DATA, if each is a class, --kind "
+        "classification"
     )
 
 
