@@ -124,6 +124,49 @@ def test_folders_that_may_be_splits(images: int, tmp_path: Path) -> None:
     assert "the folders TE, TR; if they are splits, rename them" in imported(tmp_path).render()
 
 
+LISTED = {"training": range(6), "validation": (6, 7), "test": (8, 9)}
+
+
+@pytest.mark.parametrize("name", ["splits.json", "dataset.json", "fold0.json"])
+@pytest.mark.parametrize("entry", ["IMG_{:02}.png", {"image": ["images/IMG_{:02}.png"]}])
+def test_splits_of_a_json_list(name: str, entry: Any, tmp_path: Path) -> None:
+    """As MONAI's and Decathlon's; the unlabelled test images of Decathlon are not there."""
+    root = pairs(tmp_path / "in", image="images/{n}.png", label="masks/{n}.png")
+    text = json.dumps(entry)
+    listed = {}
+    for split, numbers in LISTED.items():
+        listed[split] = [json.loads(text.replace("{:02}", f"{n:02}")) for n in numbers]
+    (root / name).write_text(json.dumps(listed), encoding="utf-8")
+    report = imported(root)
+    assert name in report.dataset.layout
+    for item in report.sites[""]:
+        assert int(item.first.stem[-2:]) in LISTED[item.split]
+    listed["test"] = ["other.png"]
+    (root / name).write_text(json.dumps(listed), encoding="utf-8")
+    (root / "datalist.json").unlink()
+    assert "test names IMG_08 alone" in error_of(root)
+    assert "datalist.json in the folder" not in imported(root, redraw=True).render()
+    out = tmp_path / "out"
+    assert "datalist.json in the folder" in imported(root, redraw=True, out=out).render()
+
+
+def test_the_test_images_of_decathlon_may_have_the_names_of_others(tmp_path: Path) -> None:
+    pairs(tmp_path, image="imagesTr/{n}.png", label="labelsTr/{n}.png")
+    listed: dict[str, list[Any]] = {"training": [], "test": ["./imagesTs/IMG_00.png"]}
+    for path in (tmp_path / "imagesTr").iterdir():
+        listed["training"].append({"image": f"./imagesTr/{path.name}"})
+    (tmp_path / "dataset.json").write_text(json.dumps(listed), encoding="utf-8")
+    picture(tmp_path / "imagesTs" / "IMG_00.png")
+    assert imported(tmp_path).dataset.layout == "images and masks by name"
+
+
+def test_folds_of_a_json_list_are_asked_about(tmp_path: Path) -> None:
+    pairs(tmp_path)
+    listed = [{"image": f"IMG_{n:02}.png", "fold": n % 5} for n in range(10)]
+    (tmp_path / "brats.json").write_text(json.dumps({"training": listed}), encoding="utf-8")
+    assert "IMG_00 alone, as it has a fold" in error_of(tmp_path)
+
+
 def test_training_images_may_lie_beside_a_folder_of_test_images(tmp_path: Path) -> None:
     for kind, write in (("classes", classes), ("masks", pairs)):
         for folder in (tmp_path / kind, tmp_path / kind / "test"):

@@ -314,6 +314,11 @@ def _with_splits(folder: ImageFolder, dataset: Dataset, options: ImportOptions) 
         )
     if not (options.sites or options.columns.site):
         warnings.append(_site_warning(dataset.items, root))
+    if options.out is not None and (root / FILE).exists():
+        warnings.append(
+            f"patients and splits of the {FILE} in the folder are not used; to keep them, take the "
+            "folder as it is"
+        )
     warnings.append(_split_warning(dataset, drawn, root, options))
     warnings += _lines_without_split(sites)
     home = options.out or root

@@ -1,16 +1,17 @@
 """Splits that lists of names, the names of files or tables tell."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path, PurePath
+from pathlib import Path
+from typing import Any
 
 from medflare.core.errors import DataError
-from medflare.core.text import read_text
-from medflare.data.reading import stem
+from medflare.core.text import read_json, read_text
+from medflare.data.reading import stem, suffix
 from medflare.preparation.dataset_import.columns import usual_columns
-from medflare.preparation.dataset_import.folders import Dataset, ImageFolder
+from medflare.preparation.dataset_import.folders import HEADER, Dataset, ImageFolder
 from medflare.preparation.dataset_import.image_table import ImageTable
 from medflare.preparation.dataset_import.names import (
     SPLIT_WORDS,
@@ -21,34 +22,41 @@ from medflare.preparation.dataset_import.names import (
     words,
 )
 
+_MOST_BYTES = 2**24  # of a list of names
 _FLAGS = {"0", "1", "true", "false", "yes", "no"}
 
 
 def with_listed_splits(
     folder: ImageFolder, dataset: Dataset, unused: Iterable[ImageTable]
 ) -> Dataset:
-    """The images with the splits of lists of names such as train.txt, or of their own names such as
-    train0_1.png (MedMNIST), if no folder names splits.
+    """The images with the splits of lists of names such as train.txt or MONAI's dataset.json, or of
+    their own names such as train0_1.png (MedMNIST), if no folder names splits.
 
     DataError for files that may name the splits, if not every image is in one list.
     """
     if not {item.split for item in dataset.items} <= {"", "training"}:
         return dataset
     images = [composed(stem(item.first)) for item in dataset.items]
-    texts = [path for path in folder.texts if _names_split(path, images)]
+    known = {*images}
+    folders = {item.first.parent.name for item in dataset.items}
+    lists_of = {}  # file -> split -> names
+    for path in [*folder.texts, *folder.root.rglob(HEADER)]:
+        lists = _listed_names(path, known, folders)
+        if len(lists) > 1 or _names_split(path, images):
+            lists_of[path] = lists
     tables = []
     for table in unused:
         if _names_split(table.path, images) or _split_columns(table):
             tables.append(table)
-    if not texts and len(tables) == 1 and _is_of_objects(tables[0]):
+    if not lists_of and len(tables) == 1 and _is_of_objects(tables[0]):
         tables = []
-    lists = [*texts, *(table.path for table in tables)]
-    if lists:
+    files = [*lists_of, *(table.path for table in tables)]
+    if files:
         for table in tables:
             _refuse_split_words(table)
         problems = [str(table.problem) for table in tables if table.problem]
-        splits = _listed_splits(images, texts, lists[0], problems)
-        source = ", ".join(map(folder.relative, lists))
+        splits = _listed_splits(images, lists_of.values(), files[0], problems)
+        source = ", ".join(map(folder.relative, files))
     else:
         splits = [first_split("".join(words(name)[:1])) for name in images]
         source = "the names of files"
@@ -110,29 +118,59 @@ def _split_columns(table: ImageTable) -> list[str]:
     return usual_columns(WORDS["column"]["split"], table.header)
 
 
+def _listed_names(path: Path, images: set[str], folders: set[str]) -> dict[str, set[str]]:
+    """Split -> the images that a text or JSON file lists for it; "fold" -> those with a fold.
+
+    Files in other `folders` are other images, as imagesTs/1.nii.gz and imagesTr/1.nii.gz.
+    """
+    content: Any = None
+    with suppress(ValueError, OSError):  # of the encoding
+        if suffix(path) == ".json" and path.stat().st_size < _MOST_BYTES:
+            content = read_json(path)
+        elif first_split(path.stem):
+            content = read_text(path).splitlines()
+    if isinstance(content, list):
+        content = {first_split(path.stem): content}
+    names = defaultdict(set)
+    for key, entries in content.items() if isinstance(content, dict) else ():
+        split = split_name(key)
+        for entry in entries if split and isinstance(entries, list) else ():
+            fields = entry if isinstance(entry, dict) else {"image": entry}
+            files = fields.get("image")
+            for file in files if isinstance(files, list) else [files]:
+                listed = path.parent / composed(str(file).strip()).replace("\\", "/")
+                name = stem(listed)
+                if name in images and (listed.parent.name in folders or not listed.exists()):
+                    names[split].add(name)
+                    names["fold" if "fold" in fields else split].add(name)
+    return names
+
+
 def _listed_splits(
-    images: Sequence[str], texts: Iterable[Path], first: Path, problems: Iterable[str]
+    images: Sequence[str],
+    lists: Iterable[Mapping[str, Iterable[str]]],
+    first: Path,
+    problems: Iterable[str],
 ) -> list[str]:
     """The split of each image by lists of names; DataError for an image that is not in one.
 
     Args:
+        lists: split -> names, of each file.
         first: of the files that may name the splits, also of tables, which are not read.
         problems: why the tables are not used.
     """
     splits = defaultdict(set)
-    for path in texts:
-        split = first_split(path.stem)
-        if split and path.suffix.lower() in (".txt", ".lst"):
-            with suppress(ValueError):  # of the encoding
-                for line in read_text(path).splitlines():
-                    name = stem(PurePath(composed(line.strip()).replace("\\", "/")))
-                    splits[name].add(split)
+    for names_of in lists:
+        for split, names in names_of.items():
+            for name in names:
+                splits[name].add(split)
     for name, count in Counter(images).items():
         if len(splits[name]) != 1 or count > 1:
+            fold = ", as it has a fold" if "fold" in splits[name] else ""
             found = (
                 f"{first}: seems to name the splits, but no list of train, val and test names "
-                f"{name} alone; correct the lists, give a table with a column split, or draw the "
-                "splits with --redraw"
+                f"{name} alone{fold}; correct the lists, give a table with a column split, or draw "
+                "the splits with --redraw"
             )
             raise DataError("; ".join((found, *problems)))
     return [min(splits[name]) for name in images]
