@@ -25,6 +25,8 @@ _NEEDED = (
 )
 SEGMENTATION = "1.2.840.10008.5.1.4.1.1.66.4"  # SOP class (PS3.4, Sec. B.5)
 _IMAGES = "Image Storage"  # in the names of SOP classes whose objects have pixels
+# SOP classes whose pixels are not read: a dose, and the tiles of a slide.
+_NO_IMAGES = ("RT Dose Storage", "VL Whole Slide Microscopy Image Storage")
 # Tolerance of slice distances and of offsets from the line through the slices, as a fraction of the
 # distance.
 _UNEVEN = 0.1
@@ -136,7 +138,7 @@ def tags_of(path: Path, *tags: str) -> Any:
 
 def is_other_object(path: Path) -> bool:
     """Whether a file, also one without DICOM's mark, is a DICOM object without an image, as a
-    report; an image whose header is cut off is none.
+    report, or of `_NO_IMAGES`; an image whose header is cut off is none.
     """
     names = ["SOPClassUID", "Rows"]
     try:
@@ -146,7 +148,12 @@ def is_other_object(path: Path) -> bool:
             kind = kind_of(tags)
     except Exception:  # of a damaged file; the reader reports it
         return False
-    return "Rows" not in tags and kind != "" and _IMAGES not in kind
+    return kind in _NO_IMAGES or ("Rows" not in tags and kind != "" and _IMAGES not in kind)
+
+
+def has_image(tags: Any) -> bool:
+    """Whether a header, of Rows and SOPClassUID at least, is that of an image."""
+    return "Rows" in tags and kind_of(tags) not in _NO_IMAGES
 
 
 def kind_of(dataset: Any) -> str:
@@ -168,9 +175,11 @@ def check_image(dataset: Any, path: Path) -> None:
     from pydicom.pixels import get_decoder
     from pydicom.uid import JPEGExtended12Bit
 
+    kind = kind_of(dataset)
     has_sides = "Rows" in dataset and "Columns" in dataset
+    if kind in _NO_IMAGES:
+        raise DataError(f"{path}: {kind} is not read; leave it out")
     if not has_sides or not any(name in dataset for name in _PIXELS):
-        kind = kind_of(dataset)
         if not kind or _IMAGES in kind:
             raise DataError(
                 f"{path}: the file is cut off, or lacks Rows, Columns or pixels; "

@@ -157,7 +157,8 @@ def _is_image(path: Path, segmentations: bool) -> bool:
     header = {}
     with suppress(Exception):  # `read_stored` will raise the error
         header = dicom.tags_of(path, "Rows", "SOPClassUID")
-    if "Rows" not in header:  # a slice whose header is cut off is one, lest the volume lack it
+    # A slice whose header is cut off is one, lest the volume lack it.
+    if not dicom.has_image(header):
         return not dicom.is_other_object(path)
     return segmentations or header.get("SOPClassUID") != dicom.SEGMENTATION
 

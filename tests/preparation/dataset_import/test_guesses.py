@@ -744,13 +744,13 @@ def test_a_file_that_is_no_dicom_is_left_out_on_request(tmp_path: Path) -> None:
 
 
 def test_dicom_objects_without_an_image_are_counted(tmp_path: Path) -> None:
-    """A report with DICOM's mark and one without it."""
+    """A report with DICOM's mark, one without it, and a dose."""
     for number in range(8):
         folder = tmp_path / ("healthy", "ill")[number % 2] / f"scan{number}"
         folder.parent.mkdir(exist_ok=True)
         change(dicom_series(folder), PatientID=f"P{number}", SeriesInstanceUID=f"1.2.3.{number}")
         change(folder, RescaleSlope=1, RescaleIntercept=number)
-    for name in ("reportsi.dcm", "rtstruct.dcm"):  # pydicom's, the second without the mark
+    for name in ("reportsi.dcm", "rtstruct.dcm", "rtdose.dcm"):  # the second without the mark
         shutil.copy(get_testdata_file(name), tmp_path / "ill" / "scan1" / name)
     report = imported(tmp_path)
     assert len(report.sites[""]) == 8
@@ -760,9 +760,18 @@ def test_dicom_objects_without_an_image_are_counted(tmp_path: Path) -> None:
     assert check_site(tmp_path, task).ok
     assert len(find_inputs([tmp_path], tmp_path / "out")[0]) == 8
     text = report.render()
-    assert "left out, DICOM objects without an image: 2 (" in text
+    assert "left out, DICOM objects that are not read as images: 3 (" in text
     assert "RT Structure Set Storage" in text and "make masks of their outlines" in text
     assert "the first: ill/scan1/reportsi.dcm" in text
+
+
+def test_slides_are_not_read_as_slices(tmp_path: Path) -> None:
+    for number in range(4):
+        folder = tmp_path / "ab"[number % 2] / str(number)
+        folder.parent.mkdir(exist_ok=True)
+        change(dicom_series(folder), SOPClassUID="1.2.840.10008.5.1.4.1.1.77.1.6")
+    text = error_of(tmp_path)
+    assert "no image" in text and "save regions of the slides as PNG" in text
 
 
 def test_what_is_guessed_is_said_with_the_options(tmp_path: Path) -> None:

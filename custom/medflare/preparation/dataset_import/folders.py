@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from medflare.core.errors import DataError
 from medflare.data.attributes import NO_ATTRIBUTES, Attributes
 from medflare.data.datalist import FILE, patient_id
-from medflare.data.dicom import SEGMENTATION, is_other_object, kind_of, tags_of
+from medflare.data.dicom import SEGMENTATION, has_image, is_other_object, kind_of, tags_of
 from medflare.data.local import DATA_FOLDERS_VARIABLE, allowed_folders
 from medflare.data.reading import explained, image_suffixes, is_dicom, stem, suffix
 from medflare.preparation.dataset_import.names import (
@@ -343,13 +343,15 @@ def _previews(images: Collection[Path]) -> set[Path]:
 
 
 def _line_of_objects(kinds: Mapping[Path, str], root: Path) -> str:
-    """A line about DICOM objects without an image; `kinds`: file -> its kind, "" if unknown."""
-    line = f"left out, DICOM objects without an image: {len(kinds)}"
+    """A line about DICOM objects that are no images; `kinds`: file -> its kind, "" if unknown."""
+    line = f"left out, DICOM objects that are not read as images: {len(kinds)}"
     named = sorted({*kinds.values()} - {""})
     if named:
         line += f" ({', '.join(named)})"
     if "RT Structure Set Storage" in named:
         line += "; make masks of their outlines"
+    if any("Whole Slide" in kind for kind in named):
+        line += "; save regions of the slides as PNG"
     return f"{line}; the first: {next(iter(kinds)).relative_to(root).as_posix()}"
 
 
@@ -502,8 +504,8 @@ class _Header(NamedTuple):
 
 
 def _read_headers(files: Iterable[Path]) -> tuple[dict[Path, _Header], list[str], dict[Path, str]]:
-    """The headers of DICOM images, a line for each file that cannot be read, and the objects
-    without an image with their kinds.
+    """The headers of DICOM images, a line for each file that cannot be read, and the objects that
+    are no images with their kinds.
     """
     headers = {}
     damaged = []
@@ -516,7 +518,7 @@ def _read_headers(files: Iterable[Path]) -> tuple[dict[Path, _Header], list[str]
                 tags = tags_of(file, *_TAGS)
         except DataError as error:
             problem = str(error)
-        if tags is None or "Rows" not in tags:
+        if tags is None or not has_image(tags):
             if is_other_object(file) or file.name.upper() == "DICOMDIR":
                 others[file] = "" if tags is None else kind_of(tags)
             else:
