@@ -386,6 +386,15 @@ def test_a_nifti_header_without_lengths(
     assert not caplog.records and capfd.readouterr() == ("", "")
 
 
+def test_a_nifti_header_that_nobody_has_filled_in_has_no_spacing(tmp_path: Path) -> None:
+    image = nibabel.Nifti1Image(VOLUME, None)
+    nibabel.save(image, tmp_path / "bare.nii")
+    assert volume(tmp_path / "bare.nii")[1].spacing is None
+    image.header.set_xyzt_units("mm")
+    nibabel.save(image, tmp_path / "filled.nii")
+    assert volume(tmp_path / "filled.nii")[1].spacing == (1, 1, 1)
+
+
 @pytest.mark.parametrize("bare", ["image", "mask"])
 def test_a_header_without_an_orientation_is_named(bare: str, tmp_path: Path) -> None:
     """Not the other file, which would be resampled in vain."""

@@ -475,9 +475,11 @@ def _read_nifti(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
     if array.ndim == 2:
         return Stored(array[None], nifti=True)
     # Without an sform the lengths are pixdim's. nibabel reads 0 as 1 mm, and -2 as 2 mm; other
-    # programs differ.
-    lengths = bool(raw["sform_code"] > 0 or (raw["pixdim"][1:4] > 0).all())
+    # programs differ. A header that nobody has filled in has 1, without a unit.
+    sides = raw["pixdim"][1:4]
     directions = bool(max(raw["sform_code"], raw["qform_code"]) > 0)
+    filled = directions or (sides != 1).any() or raw["xyzt_units"] & 7
+    lengths = bool(raw["sform_code"] > 0 or (filled and (sides > 0).all()))
     matrix = np.asarray(image.affine, np.float64)
     grid = Grid(array.shape[:3], matrix, has_spacing=lengths, has_directions=directions)
     grid.check(path)
