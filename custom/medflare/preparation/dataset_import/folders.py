@@ -360,7 +360,7 @@ def _not_read(files: Iterable[Path], root: Path) -> list[str]:
     lines = []
     read = image_suffixes()  # also those of extensions
     for remedy, endings in WORDS["unread_suffix"].items():
-        listed = [file for file in files if suffix(file) in endings and suffix(file) not in read]
+        listed = [file for file in files if _ending(file) in endings and suffix(file) not in read]
         lines += _line_of_files(f"files to {remedy}", listed, root)
     pictures = defaultdict(list)  # suffix -> files without one
     for file in files:
@@ -369,6 +369,11 @@ def _not_read(files: Iterable[Path], root: Path) -> list[str]:
     for ending in sorted(pictures.keys() - {""}):
         lines += _line_of_files(f"pictures without {ending} in their names", pictures[ending], root)
     return lines
+
+
+def _ending(file: Path) -> str:
+    """The suffix of a file, that of the archive for a part of one: train.zip.001."""
+    return suffix(Path(file.stem) if file.suffix[1:].isdecimal() else file)
 
 
 def _suffix_of_content(file: Path) -> str:
