@@ -411,6 +411,7 @@ def test_a_channel_that_a_hospital_lacks_is_null_there(tmp_path: Path) -> None:
     assert (
         "B: no file of channel flair" in text and "A: 1 images lack a file of channel t1 " in text
     )
+    assert "(null in datalist), the first: p3/p3_flair.nii.gz" in text
     content = json.loads((tmp_path / "B" / "datalist.json").read_text())
     assert content["channel_names"] == {"0": "flair", "1": "t1", "2": "t2"}
     image = content["training"][0]["image"]

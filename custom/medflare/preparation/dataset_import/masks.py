@@ -107,7 +107,7 @@ def pair_masks(folder: ImageFolder, options: ImportOptions) -> Dataset:
         else:
             missing.append(f"{name_of_image(folder, path)}: no mask")
     notes = [f"{unlabelled} test images without masks are not used"] if unlabelled else []
-    notes += _lines_without_channel(items, channels)
+    notes += _lines_without_channel(folder, items, channels)
     layout = "images and masks by name"
     if len(channels) > 1:
         layout += f", a file per channel ({', '.join(channels)})"
@@ -149,13 +149,18 @@ def _refuse_slices_beside_volumes(folder: ImageFolder, items: Iterable[Item]) ->
         )
 
 
-def _lines_without_channel(items: Sequence[Item], channels: Sequence[str]) -> list[str]:
+def _lines_without_channel(
+    folder: ImageFolder, items: Sequence[Item], channels: Sequence[str]
+) -> list[str]:
     """A line for each channel of which some images have no file."""
     lines = []
     for number, channel in enumerate(channels):
-        lacking = sum(item.files[number] is None for item in items)
+        lacking = [item.first for item in items if item.files[number] is None]
         if lacking:
-            lines.append(f"{lacking} images lack a file of channel {channel} (null in datalist)")
+            lines.append(
+                f"{len(lacking)} images lack a file of channel {channel} (null in datalist), the "
+                f"first: {folder.relative(min(lacking))}"
+            )
     return lines
 
 
