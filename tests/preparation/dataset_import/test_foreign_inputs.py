@@ -1237,6 +1237,7 @@ def test_companions_of_pictures_are_asked_about(
         files(tmp_path, f"{folder}/{companion}")
     text = error_of(tmp_path)
     assert "images have companions" in text and "as a/x0.png has; take these out" in text
+    assert "if they are masks, call them NAME_mask" in text
     imported(tmp_path, kind="classification")
     assert len(entries(tmp_path)) == 20 + 10 * len(folders)
 

@@ -362,7 +362,8 @@ def _refuse_companions(folder: ImageFolder, images: Iterable[Path]) -> None:
     for kind, picture in _companions(images).items():
         raise DataError(
             f"{folder.root}: images have companions {kind}, as {folder.relative(picture)} has; "
-            "take these out, or if they are images of their own, give --kind classification"
+            "take these out, or if they are masks, call them NAME_mask, if images of their own, "
+            "give --kind classification"
         )
 
 
