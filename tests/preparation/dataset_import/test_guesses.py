@@ -1323,6 +1323,25 @@ def test_a_table_without_suffix_is_named(tmp_path: Path) -> None:
     assert "LICENSE" not in text and "IM000005" not in text
 
 
+def test_the_arms_of_a_trial_are_no_splits(tmp_path: Path) -> None:
+    classes(tmp_path, names=("test", "control"))
+    for kind in ("", "classification"):
+        text = error_of(tmp_path, kind=kind)
+        assert "in a folder of a split; if test is a class, rename it" in text
+
+
+@pytest.mark.parametrize("mask_class", ["SEG", "label_1"])
+def test_a_class_that_is_called_as_masks_are(mask_class: str, tmp_path: Path) -> None:
+    """SEG: segmented neutrophils, beside lymphocytes and monocytes."""
+    names = (mask_class, mask_class.replace("1", "0").replace("SEG", "LYM"))
+    for number in range(20):
+        picture(tmp_path / names[number % 2] / f"{number}.png", 60 + number)
+    assert "if the folders are classes, give --kind classification" in error_of(tmp_path)
+    report = imported(tmp_path, kind="classification")
+    assert {*report.dataset.labels.values()} == {*names}
+    assert f"called as masks are, as {mask_class[:-1]}" in report.render()
+
+
 def test_one_picture_beside_the_folder_of_the_classes_is_named(tmp_path: Path) -> None:
     classes(tmp_path / "dataset")
     picture(tmp_path / "logo.png")

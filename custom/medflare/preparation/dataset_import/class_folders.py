@@ -256,9 +256,14 @@ def _without_classes(
     """
     loose = [image for image, folders in below.items() if not folders]
     if names and loose:
+        problem = f"{folder.root}: {folder.relative(loose[0])} is beside the folder {names[0]}"
+        if split_above(folder, loose[0]):
+            return DataError(
+                f"{problem}, and in a folder of a split; if {loose[0].parent.name} is a class, "
+                "rename it; if it is a split, move its images into folders of their classes"
+            )
         return DataError(
-            f"{folder.root}: {folder.relative(loose[0])} is beside the folder {names[0]}; "
-            f"give this folder, or leave the file out with --leave-out {loose[0].name}"
+            f"{problem}; give this folder, or leave the file out with --leave-out {loose[0].name}"
         )
     companions = {} if confirmed else _companions(below)
     if companions:

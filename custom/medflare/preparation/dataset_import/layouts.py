@@ -431,14 +431,18 @@ def _by_folders(folder: ImageFolder, options: ImportOptions) -> Dataset:
     if kind == "segmentation" or (masks and kind != "classification"):
         return with_chosen_structures(folder, pair_masks(folder, options), options.structures)
     images = [image for image in folder.images if not folder.names[image].mask]
-    if not images:  # the classes are called like masks
-        return class_folders(folder, folder.images, confirmed=True)
+    names = {folder.names[image].name for image in images}
+    note = f"{len(masks)} masks are not used"
+    if masks and names.isdisjoint(folder.names[mask].name for mask in masks):
+        images = [*folder.images]
+        note = (
+            f"{len(masks)} images have a class, though they are called as masks are, as "
+            f"{folder.relative(masks[0])}; if they are masks, give --leave-out"
+        )
     dataset = class_folders(
         folder, images, confirmed=kind == "classification", classes_of_sites=options.classes
     )
-    if masks:
-        return replace(dataset, notes=(f"{len(masks)} masks are not used", *dataset.notes))
-    return dataset
+    return replace(dataset, notes=(note, *dataset.notes)) if masks else dataset
 
 
 def _refuse_readers(dataset: Dataset, folder: ImageFolder) -> None:

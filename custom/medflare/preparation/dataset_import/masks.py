@@ -214,7 +214,10 @@ def _without_pairs(folder: ImageFolder, masks: Sequence[Path], images: Sequence[
     if images:
         problem += f", as {folder.relative(masks[0])} beside {folder.relative(images[0])}"
         remedy += f", as {stem(images[0])}_mask{suffix(masks[0])} for the mask of this image"
-    return f"{problem}{_several_series(folder)}; {remedy}, or give a table with --mask-column"
+    return (
+        f"{problem}{_several_series(folder)}; {remedy}, or give a table with --mask-column; if the "
+        "folders are classes, give --kind classification"
+    )
 
 
 def _assign_masks(folder: ImageFolder) -> tuple[dict[Path, dict[str, Path]], list[Path]]:
