@@ -262,3 +262,21 @@ def test_a_mask_in_the_way_is_not_replaced(eyes: Path) -> None:
     refuge = ImportOptions(structures=parse_structures(["disc=0,128"]), out=eyes / "out", skip=True)
     with pytest.raises(DataError, match="has the name of a mask that the import writes"):
         import_folder(eyes / "raw" / "REFUGE", refuge)
+
+
+@pytest.mark.parametrize("names", [("GTV",), ("kidney_left", "kidney_right")])
+def test_files_of_a_patient_that_are_called_as_structures(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    """As of radiomics data: CT.nii.gz and GTV.nii.gz."""
+    volume = np.arange(24, dtype=np.int16).reshape(4, 3, 2)
+    for n in NUMBERS:
+        (tmp_path / "raw" / f"P{n}").mkdir(parents=True)
+        write(tmp_path / "raw" / f"P{n}" / "CT.nii.gz", volume + n)
+        for name in names:
+            values = np.ones((4, 3, 2), np.uint8)
+            values[0] = 0
+            write(tmp_path / "raw" / f"P{n}" / f"{name}.nii.gz", values)
+    assert "--structure NAME for each" in error_of(tmp_path)
+    for item in imported(tmp_path, *names).sites[""]:
+        assert item.masks == [item.first.with_name(f"{name}.nii.gz") for name in names]

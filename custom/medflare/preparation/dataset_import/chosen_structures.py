@@ -31,6 +31,11 @@ class Structure:
     aliases: tuple[str, ...] = ()  # its names at sites, beside this one
     values: tuple[int, ...] = ()  # of its pixels in masks that show several structures
 
+    @property
+    def names(self) -> set[str]:
+        """Its plain names."""
+        return {*map(plain_name, (self.name, *self.aliases))}
+
 
 def parse_structures(texts: Iterable[str]) -> tuple[Structure, ...]:
     """The structures of the option --structure, given once for each; ConfigError for a wrong one.
@@ -53,11 +58,12 @@ def parse_structures(texts: Iterable[str]) -> tuple[Structure, ...]:
                 aliases.append(other)
         if not name:
             raise ConfigError(f"--structure {text}: give NAME, or NAME=OTHER,..., as disc=od,1,2")
-        for alias in {*map(plain_name, (name, *aliases))}:
+        structure = Structure(name, tuple(aliases), tuple(values))
+        for alias in structure.names:
             if alias in name_of:
                 raise ConfigError(f"--structure {text}: {alias} is {name_of[alias]}, too; drop one")
             name_of[alias] = name
-        structures.append(Structure(name, tuple(aliases), tuple(values)))
+        structures.append(structure)
     return tuple(structures)
 
 
@@ -70,8 +76,7 @@ def names_here(
     """
     name_here = {}
     for structure in chosen:
-        names = {*map(plain_name, (structure.name, *structure.aliases))}
-        fitting = [name for name in present if plain_name(name) in names]
+        fitting = [name for name in present if plain_name(name) in structure.names]
         if len(fitting) > 1:
             raise DataError(
                 f"{folder.root}: both {fitting[0]} and {fitting[1]} are --structure "

@@ -417,8 +417,8 @@ def _refuse_patients(
     if len(same) > 1:
         raise DataError(
             f"{folder.root}: each of {names[0]}, ... holds {', '.join(same)}, as folders of "
-            "patients do; call masks NAME_seg, or give a table with --mask-column; if the folders "
-            "are classes, give --kind classification"
+            "patients do; call masks NAME_seg, or give --structure NAME for each, or a table with "
+            "--mask-column; if the folders are classes, give --kind classification"
         )
 
 

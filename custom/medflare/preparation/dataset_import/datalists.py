@@ -153,7 +153,9 @@ def _read_folder(
 
     `several_tables`: see `find_dataset`; `all_sites`: see `scan_folder`.
     """
-    folder = with_masks_of_cases(scan_folder(root, options.leave_out, all_sites))
+    folder = with_masks_of_cases(
+        scan_folder(root, options.leave_out, all_sites), options.structures
+    )
     dataset = find_dataset(folder, options, several_tables=several_tables)
     dataset = with_two_values(dataset, options.structures, options.threshold)
     return folder, _checked(folder, dataset, options)

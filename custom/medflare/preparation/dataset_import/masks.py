@@ -19,6 +19,7 @@ from medflare.core.text import read_json
 from medflare.data.dicom import tags_of
 from medflare.data.reading import NIFTI, PICTURES, explained, read_stored, stem, suffix
 from medflare.data.targets import plain_name
+from medflare.preparation.dataset_import.chosen_structures import Structure
 from medflare.preparation.dataset_import.folders import (
     HEADER,
     Dataset,
@@ -484,9 +485,10 @@ def are_masks(files: Iterable[Path]) -> bool:
     return most == 2
 
 
-def with_masks_of_cases(folder: ImageFolder) -> ImageFolder:
-    """The folder with those pictures as masks that have two values and are called like the image of
-    their case and a word, in a folder of their own: PH2's IMD002/IMD002_lesion/IMD002_lesion.bmp.
+def with_masks_of_cases(folder: ImageFolder, structures: Iterable[Structure]) -> ImageFolder:
+    """The folder with those files as masks that are called like one of the structures, and those
+    pictures that have two values and are called like the image of their case and a word, in a
+    folder of their own: PH2's IMD002/IMD002_lesion/IMD002_lesion.bmp.
     """
     by_case = {(image.parent.parent, stem(image)): image for image in folder.images}
     masks = defaultdict(list)  # word -> files
@@ -495,7 +497,8 @@ def with_masks_of_cases(folder: ImageFolder) -> ImageFolder:
         image = by_case.get((case, of_image), mask)
         if image.parent != mask.parent:
             masks[word].append(mask)
-    of_cases = []
+    named = set[str]().union(*(structure.names for structure in structures))
+    of_cases = [image for image in folder.images if plain_name(stem(image)) in named]
     for listed in masks.values():
         cases = {mask.parent.parent for mask in listed}
         if len(cases) == len(listed) > 1 and are_masks(listed):
