@@ -1333,13 +1333,15 @@ def test_masks_of_slices_are_to_be_stacked(tmp_path: Path) -> None:
     for number in range(4):
         (tmp_path / f"{number}").mkdir()
         dicom_series(tmp_path / f"{number}" / "CT")
-        mask(tmp_path / f"{number}" / "liver" / "1.png")
-        mask(tmp_path / f"{number}" / "liver" / "2.png")
+        mask(tmp_path / f"{number}" / "liver" / "1.png", (63, 126))
+        mask(tmp_path / f"{number}" / "liver" / "2.png", (63, 126))
     stack = "has a mask for each slice of a volume; stack the masks"
-    assert f"0/liver {stack}" in error_of(tmp_path)
-    for number in range(4):
-        (tmp_path / f"{number}" / "liver").rename(tmp_path / f"{number}" / "CT_mask")
-    assert f"CT_mask {stack}" in error_of(tmp_path)
+    before = "liver"
+    for name in ("Ground", "CT_mask", "CT/mask"):
+        for number in range(4):
+            (tmp_path / f"{number}" / before).rename(tmp_path / f"{number}" / name)
+        assert f"0/{name} {stack}" in error_of(tmp_path)
+        before = name
 
 
 def test_single_slices_beside_volumes_are_refused(tmp_path: Path) -> None:

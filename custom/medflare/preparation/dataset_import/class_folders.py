@@ -20,13 +20,7 @@ from medflare.preparation.dataset_import.folders import (
     folders_below,
     split_above,
 )
-from medflare.preparation.dataset_import.masks import (
-    SAMPLE_SIZE,
-    are_masks,
-    count_values,
-    is_of_slices,
-    masks_of_slices,
-)
+from medflare.preparation.dataset_import.masks import SAMPLE_SIZE, are_masks, count_values
 from medflare.preparation.dataset_import.names import (
     IMAGE_WORDS,
     PATIENT,
@@ -352,8 +346,6 @@ def _refuse_masks(folder: ImageFolder, images: Sequence[Path]) -> None:
     """Raise DataError if some of the images, and not all, look like masks."""
     masks = [image for image in images if are_masks([image])]
     others = [image for image in images if image not in masks]
-    if masks and others and is_of_slices(masks[0], others[0]):
-        raise masks_of_slices(folder, masks[0].parent)
     if masks and others:
         raise DataError(
             f"{folder.root}: {folder.relative(masks[0])} has two values, as masks have, beside "

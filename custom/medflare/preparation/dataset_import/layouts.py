@@ -33,7 +33,12 @@ from medflare.preparation.dataset_import.listed_splits import (
     refuse_split_tables,
     with_listed_splits,
 )
-from medflare.preparation.dataset_import.masks import are_masks, count_values, pair_masks
+from medflare.preparation.dataset_import.masks import (
+    are_masks,
+    count_values,
+    pair_masks,
+    refuse_masks_of_slices,
+)
 from medflare.preparation.dataset_import.names import (
     WORDS,
     first_split,
@@ -417,6 +422,7 @@ def _by_folders(folder: ImageFolder, options: ImportOptions) -> Dataset:
     masks = folder.masks
     structures = None
     if kind != "classification":
+        refuse_masks_of_slices(folder)
         if not masks or are_in_structures(folder.names.values()):
             of_masks = replace(options, kind="segmentation" if masks else kind)
             structures = structure_folders(folder, of_masks)

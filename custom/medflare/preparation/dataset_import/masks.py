@@ -17,11 +17,12 @@ import numpy as np
 from medflare.core.errors import DataError
 from medflare.core.text import read_json
 from medflare.data.dicom import tags_of
-from medflare.data.reading import NIFTI, PICTURES, explained, read_stored, stem, suffix
+from medflare.data.reading import JPEG, NIFTI, PICTURES, explained, read_stored, stem, suffix
 from medflare.data.targets import plain_name
 from medflare.preparation.dataset_import.chosen_structures import Structure
 from medflare.preparation.dataset_import.folders import (
     HEADER,
+    MAX_CLASSES,
     Dataset,
     ImageFolder,
     Item,
@@ -54,16 +55,23 @@ def _several_series(folder: ImageFolder) -> str:
     )
 
 
-def is_of_slices(mask: Path, image: Path) -> bool:
-    """Whether a mask is a picture, and its image a volume."""
-    return suffix(mask) in PICTURES and (image.is_dir() or suffix(image) in NIFTI)
-
-
-def masks_of_slices(folder: ImageFolder, masks: Path) -> DataError:
-    return DataError(
-        f"{folder.relative(masks)} has a mask for each slice of a volume; stack the masks of each "
-        "volume in one NIfTI file on its grid, called like the volume or its folder and _mask"
-    )
+def refuse_masks_of_slices(folder: ImageFolder) -> None:
+    """Raise DataError for pictures of few values beside fewer volumes."""
+    pictures = []
+    volumes = 0
+    for image in folder.images:
+        if suffix(image) in PICTURES:
+            pictures.append(image)
+        elif suffix(image) in NIFTI or image in folder.slices or image.is_dir():
+            volumes += 1
+    if not 0 < volumes < len(pictures) or suffix(pictures[0]) in JPEG:
+        return
+    if 0 < count_values(pictures[0]) <= MAX_CLASSES:
+        raise DataError(
+            f"{folder.relative(pictures[0].parent)} has a mask for each slice of a volume; stack "
+            "the masks of each volume in one NIfTI file on its grid, called like the volume or its "
+            "folder and _mask"
+        )
 
 
 def pair_masks(folder: ImageFolder, options: ImportOptions) -> Dataset:
@@ -204,8 +212,6 @@ def _without_pairs(folder: ImageFolder, masks: Sequence[Path], images: Sequence[
     several, count = Counter(mask.parent for mask in masks).most_common(1)[0]
     images_there = [image for image in images if image.is_relative_to(several.parent)]
     if count > 1 and len(images_there) == 1:
-        if is_of_slices(masks[0], images_there[0]):
-            return str(masks_of_slices(folder, several))
         return (
             f"{folder.relative(several)} holds {count} masks of one image; unite the masks of each "
             "image in one file"
