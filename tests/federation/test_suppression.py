@@ -62,7 +62,9 @@ def test_a_prototype_of_few_patients_is_suppressed(kind: str) -> None:
     task, rare, row = KINDS[kind]
     site = rare_square(task)
     method = get_method("prr")
-    assert small_classes(site, "train", 3) == {rare} and not small_classes(site, "train", 2)
+    for minimum, small in ((3, {rare}), (2, set())):
+        site.minimum_patients = minimum
+        assert small_classes(site, "train") == small
     participants = []
     for minimum in (0, 3):
         local = LocalSettings(minimum_patients=minimum)
@@ -105,7 +107,8 @@ def test_suppressed_statistics_do_not_change_the_ridge_selector() -> None:
 
     def suppressed_at(name: str, reply: Message) -> Message:
         algorithm = algorithms[name]
-        return Suppression(algorithm.site, 13).suppressed(reply, phase, algorithm.plan)
+        algorithm.site.minimum_patients = 13
+        return Suppression(algorithm.site).suppressed(reply, phase, algorithm.plan)
 
     without = solved({name: replies[name] for name in ("A", "C")})
     suppressed = {**replies, "B": suppressed_at("B", replies["B"])}
@@ -131,7 +134,9 @@ def reply_of(
     entry = TensorSpec("cells", "for a test", per_class=per_class, measured=measured)
     table: MetaSpec[Any] = MetaSpec("table", per_class=per_class, measured=measured)
     phase = Phase("train", reply=(entry, TensorSpec("model")), meta=(table,))
-    return Suppression(rare_square(squares.CLASSIFICATION), minimum).suppressed(
+    site = rare_square(squares.CLASSIFICATION)
+    site.minimum_patients = minimum
+    return Suppression(site).suppressed(
         Message(states, meta), phase, squares.plan_of(FedAvgSite, FedAvgServer)
     )
 
@@ -209,7 +214,7 @@ def measured(
     names = tuple("abcdefgh"[: len(targets)])
     images = torch.rand(len(targets), 1, 16, 16, generator=torch.Generator().manual_seed(0))
     part = Split(images, targets, names, names)
-    site = Site("A", task, SiteData(part, part, part))
+    site = Site("A", task, SiteData(part, part, part), minimum_patients=minimum)
     state = site.network().state_dict()
     if always:
         state |= {
@@ -218,11 +223,7 @@ def measured(
         }
     model = plain_message(state)
     meta = evaluate_final_models(
-        site,
-        {"global": model, "deployed": model},
-        lambda *kept: None,
-        minimum,
-        method=get_method("fedavg"),
+        site, {"global": model, "deployed": model}, lambda *kept: None, method=get_method("fedavg")
     )
     assert declaration_problem(Message({}, meta), FINAL_REPLY_META) is None
     return meta
@@ -277,7 +278,8 @@ def test_small_classes_of_a_multilabel_segmentation() -> None:
     targets = site.data.train.targets
     targets[:10, 1] = 1
     targets[10:, 1] = 0
-    assert not small_classes(site, "train", 3)
+    site.minimum_patients = 3
+    assert not small_classes(site, "train")
 
 
 @pytest.mark.parametrize("method", ["prr", "iop_fl"])
@@ -322,7 +324,7 @@ def test_a_metric_that_is_defined_for_few_patients_stays_at_the_site(
     targets[:3, 4:8, 4:8] = 1
     names = tuple("abcdefgh")
     part = Split(torch.rand(8, 1, 16, 16), targets, names, names)
-    site = Site("A", task, SiteData(part, part, part))
+    site = Site("A", task, SiteData(part, part, part), minimum_patients=minimum)
     state = site.network().state_dict()
     state |= {
         "head.weight": torch.zeros_like(state["head.weight"]),
@@ -333,7 +335,6 @@ def test_a_metric_that_is_defined_for_few_patients_stays_at_the_site(
         site,
         {"global": plain_message(state)},
         lambda role, model, summary: summaries.update({role: summary}),
-        minimum,
         method=get_method("fedavg"),
     )
     defined = summaries["global"].cases.values["hd95"]
@@ -354,7 +355,7 @@ def test_a_validation_metric_that_is_defined_for_few_patients_is_none(
     targets = data.validation.targets.clone()
     targets[3] = 0
     algorithm.site.data = replace(data, validation=replace(data.validation, targets=targets))
-    algorithm.minimum_patients = minimum
+    algorithm.site.minimum_patients = minimum
     network = algorithm.site.network()
     state = network.state_dict()
     state["head.weight"].zero_()

@@ -163,7 +163,10 @@ def test_arguments_come_before_local_settings(make_task: TaskOf, make_site: Site
 def test_the_sites_batch_limit_is_a_note(make_task: TaskOf, make_site: SiteOf) -> None:
     folder = make_site()
     task = make_task(batch_size=8)
-    site = open_site("A", task, data_root=folder, local=local_settings({"batch_size": 3}))
+    site = open_site(
+        "A", task, data_root=folder, local=local_settings({"batch_size": 3, "minimum_patients": 5})
+    )
+    assert site.minimum_patients == 5
     assert site.scoring_batch == site.batch_size == 3 and len(site.notes) == 1
     assert site.task.fingerprint() == task.fingerprint()  # it takes part in the same federation
     unlimited = open_site("A", task, data_root=folder, local=LocalSettings())

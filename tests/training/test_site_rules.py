@@ -58,7 +58,8 @@ def problem(site: Site, minimum: int = 5, sites: Sequence[str] = ("A", "B"), **b
     try:
         check_inside_sites("A", len(sites), Bounds(**bounds))
         check_used_images("A", site.task, site.data, minimum, Bounds(**bounds))
-        check_contrast(site, minimum)
+        site.minimum_patients = minimum
+        check_contrast(site)
     except ConfigError as error:
         return str(error)
     return ""

@@ -122,7 +122,7 @@ class SiteFolder:
             constant=reply.get(CONSTANT),
             of_training=of_training,
             groups=site.data.test_groups,
-            minimum_patients=algorithm.minimum_patients,
+            minimum_patients=site.minimum_patients,
         )
         write_atomically(self.folder / REPORT_FILE, render_site_report(report).encode())
 
@@ -176,7 +176,6 @@ def evaluate_final_models(
     site: Site,
     models: Messages,
     store: Callable[[str, Message, Summary], None],
-    minimum_patients: int = 0,
     *,
     method: Method,
     inside: bool = True,
@@ -189,7 +188,6 @@ def evaluate_final_models(
             evaluated once.
         store: (role, model, test results) -> stores them; scores by patient are not metadata: they
             do not leave the site.
-        minimum_patients: see `suppression`.
         inside: whether the site trained.
         private: whether training images are protected by DP-SGD; then the constant answer is not
             theirs.
@@ -202,9 +200,10 @@ def evaluate_final_models(
             of the constant prediction.
     """
     log = EventLog()
+    minimum_patients = site.minimum_patients
     metrics: dict[str, Metrics] = {}
     reports: dict[str, JsonDict] = {}
-    meta = {"metrics": metrics, "n": counts_of_splits(site, minimum_patients), "reports": reports}
+    meta = {"metrics": metrics, "n": counts_of_splits(site), "reports": reports}
     tables: dict[str, JsonDict] = defaultdict(dict)  # item of metadata -> role -> content
     measured: dict[int, tuple[Summary, tuple[str, ...]]] = {}
     # A smaller count may be of fewer patients.
@@ -217,7 +216,7 @@ def evaluate_final_models(
         model = models[role]
         if id(model) not in measured:
             module = build_deployed(site.task, model).to(site.device)
-            measured[id(model)] = _test_summary(site, module, role, log, minimum_patients)
+            measured[id(model)] = _test_summary(site, module, role, log)
             report = _report(module, model, role, least_images, log)
             if report is not None:
                 reports[role] = report
@@ -273,14 +272,14 @@ def _report(
     return report
 
 
-def metric_of(model: Message, site: Site, minimum_patients: int = 0) -> float | None:
+def metric_of(model: Message, site: Site) -> float | None:
     """The task's metric of a final model on the site's test images; None if it is undefined, or
-    defined for fewer patients than `minimum_patients`.
+    defined for fewer patients than the site's `minimum_patients`.
     """
     metric = site.task.metric
     module = build_deployed(site.task, model).to(site.device)
     scores = site.score(module, "test", [metric])
-    if scores.cases.has_few(metric, minimum_patients):
+    if scores.cases.has_few(metric, site.minimum_patients):
         return None
     return finite_or_none(scores.values[metric])
 
@@ -358,7 +357,7 @@ def _of_enough_patients(summary: Summary, role: str, minimum: int, log: EventLog
 
 
 def _test_summary(
-    site: Site, module: nn.Module, role: str, log: EventLog, minimum_patients: int
+    site: Site, module: nn.Module, role: str, log: EventLog
 ) -> tuple[Summary, tuple[str, ...]]:
     """A model on the site's test images, and its constant outputs."""
     measured = site.measure(site.predictions(module, "test"), "test", site.task.test_metrics)
@@ -368,7 +367,7 @@ def _test_summary(
     distance = "hd95" if site.task.spatial_dims == 2 else "hd95_mm"
     for metric, count in (("dice and iou", scores.left_out), (distance, scores.hd95_left_out)):
         if count:
-            number = "some" if minimum_patients > 1 else count
+            number = "some" if site.minimum_patients > 1 else count
             log.add(
                 "undefined",
                 f"{role} {metric}: undefined for {number} patients and structures, "

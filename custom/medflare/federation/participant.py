@@ -141,7 +141,6 @@ class Participant:
 
     def __post_init__(self) -> None:
         bounds = self.local.bounds
-        self._minimum = self.local.minimum_patients
         self._working = WorkingTime(self.name, self.store, bounds.minutes, self.hours)
         self._account = Account(Ledger(self.store), self.budget)
         self._algorithm = StoredAlgorithm(self.name, self.store, self._make, self._identity)
@@ -263,14 +262,15 @@ class Participant:
         return reply
 
     def _check_selection(self, site: Site, record: DataRecord | None) -> None:
+        bounds = self.local.bounds
         try:
-            check_used_images(self.name, site.task, site.data, self._minimum, self.local.bounds)
+            check_used_images(self.name, site.task, site.data, site.minimum_patients, bounds)
         except ConfigError:
             if record is not None:
                 record.note_refusal()
             raise
         if self._account.budget is None:  # it protects a single patient of whom a model would be
-            check_contrast(site, self._minimum)
+            check_contrast(site)
 
     def _note_evaluations(
         self, phase: str, models: Iterable[Message | StateDict], is_repeated: bool
@@ -284,7 +284,7 @@ class Participant:
     def _note_validations(self, site: Site, values: int) -> None:
         """Count the values about validation images that a step reports, if there are any."""
         record = self.record() if values else None
-        if record is not None and "validation" in counts_of_splits(site, self._minimum):
+        if record is not None and "validation" in counts_of_splits(site):
             record.note_validations(values, self.name)
 
     def _accept_invitation(self, round: int, incoming: Message) -> Message:
@@ -329,17 +329,17 @@ class Participant:
 
     def _enrolment(self, site: Site, role: str, same_size: bool) -> Message:
         """What the server learns of the site's data."""
-        small = bool(small_classes(site, "train", self._minimum))
+        small = bool(small_classes(site, "train"))
         counts_pixels = site.task.kind == "segmentation"
         hidden = small or (counts_pixels and not same_size)
-        reply = Message.of({COUNTS: counts_of_splits(site, self._minimum)})
+        reply = Message.of({COUNTS: counts_of_splits(site)})
         reply[CLASS_COUNTS] = [] if hidden else site.class_counts().tolist()
         reply[VERSIONS] = versions_here(self._identity(role), site.task)
         if self.method.trains and role == "inside" and not self._private:
-            trained_on = site.trained_on(self._minimum)
+            trained_on = site.trained_on()
             if trained_on is not None:
                 reply[RANGE] = trained_on.to_dict()
-        reply[EVENTS] = _data_events(site, self._minimum, small)
+        reply[EVENTS] = _data_events(site, small)
         if hidden and not small:
             text = "no counts of pixels by class leave the site: an earlier job used another size"
             reply[EVENTS].append({"kind": "warning", "message": text})
@@ -380,7 +380,8 @@ class Participant:
         """The site with its data, read once in this process for each change of role: an inside site
         has bounds that an outside site does not check.
 
-        Its `abort` also checks the limits of working time.
+        Its `abort` also checks the limits of working time. However it was opened, the participant's
+        `minimum_patients` holds.
         """
         if self._site is None or self._role != role:
             site = self.open_site(role)
@@ -391,9 +392,10 @@ class Participant:
                 return aborted()
 
             site.abort = abort
+            site.minimum_patients = self.local.minimum_patients
             self._site = site
             self._role = role
-            self._suppression = Suppression(site, self._minimum)
+            self._suppression = Suppression(site)
         return self._site
 
     def _opened_at_enrolment(self, role: str) -> Site:
@@ -415,7 +417,6 @@ class Participant:
         site.start = start
         algorithm = self.method.make_site(site, self.method.plan(site.task, sites, self.hyper))
         algorithm.account = self._account
-        algorithm.minimum_patients = self._minimum
         return algorithm
 
     def _finalize(
@@ -439,7 +440,6 @@ class Participant:
             algorithm.site,
             models,
             self._store,
-            self._minimum,
             method=self.method,
             inside=algorithm.inside,
             private=self._account.budget is not None or self._private,
@@ -447,7 +447,7 @@ class Participant:
         reply = Message({}, meta)
         events = reply[EVENTS]
         events += [{"kind": "warning", "message": note} for note in notes]
-        small = small_splits(algorithm.site, self._minimum)
+        small = small_splits(algorithm.site)
         suppress_splits(reply, FINAL_REPLY_META, small)
         if self.folder is not None:
             pictures = algorithm.pictures(incoming)
@@ -495,19 +495,20 @@ class Participant:
         shared = incoming.family(PERSONAL_MODELS)
         self._note_evaluations(CROSS_SITE, shared.values(), is_repeated)
         for owner, state in shared.items():
-            values[owner] = metric_of(plain_message(state), site, self._minimum)
+            values[owner] = metric_of(plain_message(state), site)
         reply = Message.of({TESTED: values})
-        suppress_splits(reply, CROSS_SITE_PHASE.meta, small_splits(site, self._minimum))
+        suppress_splits(reply, CROSS_SITE_PHASE.meta, small_splits(site))
         return reply
 
 
-def _data_events(site: Site, minimum_patients: int, small: bool) -> list[Event]:
+def _data_events(site: Site, small: bool) -> list[Event]:
     """What the server learns of the site's data as events.
 
     What is suppressed, and the notes of its data check.
     """
     log = EventLog()
-    for split in small_splits(site, minimum_patients):
+    minimum_patients = site.minimum_patients
+    for split in small_splits(site):
         log.add(
             "warning",
             f"no metric of its {split} patients leaves the site: "

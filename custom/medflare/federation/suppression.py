@@ -30,21 +30,21 @@ from medflare.training.site import Site
 OF_TEST = ("constant_output", "at_chance", "reverted", "undefined")
 
 
-def small_splits(site: Site, minimum: int) -> tuple[str, ...]:
+def small_splits(site: Site) -> tuple[str, ...]:
     """The splits with patients (not images), but fewer than the site's `minimum_patients`.
 
     0 and 1 suppress nothing.
     """
     small = []
     for split in SPLITS:
-        if 0 < len(set(site.data.split(split).patients)) < minimum:
+        if 0 < len(set(site.data.split(split).patients)) < site.minimum_patients:
             small.append(split)
     return tuple(small)
 
 
-def counts_of_splits(site: Site, minimum: int) -> dict[str, int]:
-    """Images by split, without the splits of fewer patients than `minimum`."""
-    small = small_splits(site, minimum)
+def counts_of_splits(site: Site) -> dict[str, int]:
+    """Images by split, without `small_splits`."""
+    small = small_splits(site)
     return {split: count for split, count in site.n.items() if split not in small}
 
 
@@ -113,15 +113,15 @@ def has_small_class(cases: Cases, task: TaskConfig, minimum: int) -> bool:
     return any(0 < patients < minimum for patients in counts)
 
 
-def small_classes(site: Site, split: str, minimum: int) -> frozenset[str]:
-    """The classes that some patients of a split have, but fewer than `minimum`.
+def small_classes(site: Site, split: str) -> frozenset[str]:
+    """The classes that some patients of a split have, but fewer than `minimum_patients`.
 
     See `tasks.classes.class_names`.
 
     In a multilabel segmentation task every patient has the negative class: its images have
     background.
     """
-    if minimum < 2:
+    if site.minimum_patients < 2:
         return frozenset()
     data = site.data.split(split)
     task = site.task
@@ -134,25 +134,21 @@ def small_classes(site: Site, split: str, minimum: int) -> frozenset[str]:
     small = set()
     for name, rows in images.items():
         patients = {data.patients[row] for row in rows.nonzero().flatten().tolist()}
-        if 0 < len(patients) < minimum:
+        if 0 < len(patients) < site.minimum_patients:
             small.add(name)
     return frozenset(small)
 
 
 @dataclass
 class Suppression:
-    """Suppresses values of too few patients in a site's replies.
-
-    `minimum` is the site's `minimum_patients`.
-    """
+    """Suppresses values of too few patients in a site's replies."""
 
     site: Site
-    minimum: int
     _small: dict[str, frozenset[str]] = field(default_factory=dict)  # by split
 
     def suppressed(self, reply: Message, phase: Phase, plan: Plan) -> Message:
         """A new reply; suppressed tensors keep their shapes and are zero."""
-        splits = small_splits(self.site, self.minimum)
+        splits = small_splits(self.site)
         specs = phase.replied(plan)
         sent = Message({}, dict(reply.meta))
         for entry, state in reply.states.items():
@@ -173,7 +169,7 @@ class Suppression:
             return frozenset()
         split = spec.measured or "train"
         if split not in self._small:
-            self._small[split] = small_classes(self.site, split, self.minimum)
+            self._small[split] = small_classes(self.site, split)
         return self._small[split]
 
     def _tensor(self, tensor: Tensor, spec: TensorSpec, splits: tuple[str, ...]) -> Tensor:

@@ -112,8 +112,8 @@ class ParticipantSpec:
                 role=role,
                 local=local,
                 cache=self.local_file.parents[1] / CACHE,
+                abort=aborted,
             )
-            site.abort = aborted
             for note in (*site.notes, site.data.dropped_line):
                 if note:
                     _log.info("%s: %s", self.name, note)

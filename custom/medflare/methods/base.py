@@ -257,7 +257,6 @@ class SiteAlgorithm(ABC, Generic[S]):
         memory: states and meta that are kept until the next task; empty if every round starts from
             the incoming message alone.
         account: the privacy ledger, stored by the participant.
-        minimum_patients: numbers of fewer patients are suppressed.
     """
 
     Hyper: ClassVar[type] = SiteHyper
@@ -281,13 +280,17 @@ class SiteAlgorithm(ABC, Generic[S]):
         self.hyper: S = plan.site_hyper
         self.memory = Message()
         self.account = Account()
-        self.minimum_patients = 0
         self._networks: dict[str, FeatureNetwork] = {}
 
     @property
     def inside(self) -> bool:
         """Whether the site trains."""
         return self.site.name in self.plan.sites
+
+    @property
+    def minimum_patients(self) -> int:
+        """The site's; numbers of fewer patients are suppressed."""
+        return self.site.minimum_patients
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: S, server_hyper: Any) -> None:

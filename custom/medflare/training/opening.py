@@ -1,6 +1,6 @@
 """Open a site: apply its local settings; find, read and check its data."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ def open_site(
     local: Mapping[str, Any] | LocalSettings | None = None,
     device: str | None = None,
     cache: Path | None = None,
+    abort: Callable[[], bool] = lambda: False,
 ) -> Site:
     """A site with its data.
 
@@ -41,6 +42,7 @@ def open_site(
         local: the site's settings, or the content of its local/medflare.json.
         device: of networks; comes before the local settings and MEDFLARE_DEVICE.
         cache: folder for decoded images; the local settings' "cache" and MEDFLARE_CACHE come first.
+        abort: see `Site`.
 
     Raises:
         ConfigError: an unusable local setting, a precision that the device lacks, a task beyond the
@@ -68,13 +70,18 @@ def open_site(
         folders=settings.data_folders,
         bounds=settings.bounds,
     )
-    site = Site(name, task, data, seed, chosen)
-    site.computing = Computing(
-        chosen, task.precision, settings.channels_last, settings.compile, settings.cuda_graph
-    )
-    site.batch_limit = settings.batch_size
-    site.source = lambda other: open_source(
-        name, other, root, settings.data_folders, settings.bounds
+    site = Site(
+        name,
+        task,
+        data,
+        seed,
+        computing=Computing(
+            chosen, task.precision, settings.channels_last, settings.compile, settings.cuda_graph
+        ),
+        batch_limit=settings.batch_size,
+        minimum_patients=settings.minimum_patients,
+        source=lambda other: open_source(name, other, root, settings.data_folders, settings.bounds),
+        abort=abort,
     )
     if site.batch_size < task.batch_size:
         site.notes.append(

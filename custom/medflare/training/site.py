@@ -53,15 +53,20 @@ class Site:
 
     Name and seed (of the run) are keys of its random draws.
 
-    Attributes:
-        abort: called before every batch; if it returns True, `Aborted` is raised.
-        rate_factor: factor of the learning rate in this round, by the task's schedule; set before
-            every step.
-        start: initial weights of the task's network; None: drawn at random.
+    Args:
+        computing: device, precision and memory format of networks and batches; by default those of
+            `device` and the task.
+        batch_limit: most images that go through a network at once here; None for no limit.
+        minimum_patients: numbers of fewer patients are suppressed.
         source: task -> the site's images before they are resized, read as that task says; None for
             a site made of data in memory.
-        computing: device, precision and memory format of networks and batches.
-        batch_limit: most images that go through a network at once here; None for no limit.
+        abort: called before every batch; if it returns True, `Aborted` is raised.
+
+    Attributes:
+        rate_factor: factor of the learning rate in this round, by the task's schedule; set before
+            every step.
+        start: initial weights of the task's network, set when the federation sends them; None:
+            drawn at random.
         annotation: the structures that losses and metrics are about.
         cutter: cuts patches from images, or leaves them whole (`TaskConfig.image_mode`).
         notes: remarks about the data, one line each (absent classes, images left out).
@@ -74,18 +79,25 @@ class Site:
         data: SiteData,
         seed: int = 0,
         device: torch.device | str = "cpu",
+        *,
+        computing: Computing | None = None,
+        batch_limit: int | None = None,
+        minimum_patients: int = 0,
+        source: Callable[[TaskConfig], Source] | None = None,
+        abort: Callable[[], bool] = lambda: False,
     ):
         self.name = name
         self.task = task
         self.data = data
         self.seed = seed
-        self.device = torch.device(device)
-        self.computing = Computing(self.device, task.precision)
-        self.abort: Callable[[], bool] = lambda: False
+        self.computing = computing or Computing(torch.device(device), task.precision)
+        self.device = self.computing.device
+        self.batch_limit = batch_limit
+        self.minimum_patients = minimum_patients
+        self.source = source
+        self.abort = abort
         self.rate_factor = 1.0
         self.start: StateDict | None = None
-        self.source: Callable[[TaskConfig], Source] | None = None
-        self.batch_limit: int | None = None
         self.reads: Counter[str] = Counter()  # split -> how often its images were read
         self.notes = list(data.notes)
         self.cutter = Patches(task) if task.image_mode == "patch" else WholeImages()
@@ -120,10 +132,10 @@ class Site:
         """Training images, or pixels (segmentation), of each of `task.classes`; int64 (C,)."""
         return class_counts(self.data.train.targets, self.task)
 
-    def trained_on(self, minimum_patients: int = 0) -> TrainedOn | None:
+    def trained_on(self) -> TrainedOn | None:
         """The range of its training images as they were acquired, see `acquisition.range_of`."""
         patients = len(set(self.data.train.patients))
-        return range_of(self.data.acquired, patients, minimum_patients)
+        return range_of(self.data.acquired, patients, self.minimum_patients)
 
     def network(
         self, purpose: str = "model", spec: NetworkSpec | None = None, outputs: int | None = None

@@ -109,12 +109,12 @@ def check_used_images(
         )
 
 
-def check_contrast(site: Site, minimum_patients: int) -> None:
+def check_contrast(site: Site) -> None:
     """Raise ConfigError if the task's intensity transform, or its augmentation, makes the training
     images of more than a tenth of the patients plain: the model could be that of a few others, and
     a mean over a class, or a group of patients, the image of one.
     """
-    if minimum_patients < 2:
+    if site.minimum_patients < 2:
         return
     rows = [*rows_of_patients(site.data.train.patients).values()]
     of_channels = _contrasts(rows, lambda row: _deviations(site.data.train.image(row)))
@@ -122,7 +122,7 @@ def check_contrast(site: Site, minimum_patients: int) -> None:
     hides = 0 < _contrasted(contrasts) < int(_MOST * len(contrasts))
     # A transform may treat each channel in its own way; patients may lack a channel.
     for channel in of_channels.T:
-        hides |= 0 < _contrasted(channel, _LEAST_OF_CHANNEL) < _most_of(minimum_patients)
+        hides |= 0 < _contrasted(channel, _LEAST_OF_CHANNEL) < _most_of(site.minimum_patients)
     if site.task.augment:
         step = math.ceil(len(rows) / _AUGMENTED)
         chosen = rows[::step]

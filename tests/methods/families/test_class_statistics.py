@@ -200,7 +200,8 @@ def test_a_small_class_is_suppressed(target: str) -> None:
         )
         reply = algorithm.perform(phase, 0, request)
         declared = algorithm.phase(phase)
-        sent = Suppression(algorithm.site, 3).suppressed(reply, declared, algorithm.plan)
+        algorithm.site.minimum_patients = 3
+        sent = Suppression(algorithm.site).suppressed(reply, declared, algorithm.plan)
         first = next(iter(sent[entry].values()))
         if target == "multilabel" or site_class is RidgeSite:
             for tensor in sent[entry].values():
@@ -444,7 +445,7 @@ def test_patients_are_counted_at_the_resolution_of_the_features(name: str, shown
     train = replace(one.site.data.train, targets=targets)
     one.site.data = replace(one.site.data, train=train)
     server = squares.server(method.server_class, task, algorithms={"A": one}, outside=())
-    one.minimum_patients = 5
+    one.site.minimum_patients = 5
     if name == "fed_gaussian":
         start = copied_state(one.site.network())
         request = Message({"model": start}, {"selected_round": 0})

@@ -129,7 +129,7 @@ def test_single_styles_are_of_images_or_of_enough_patients() -> None:
     mean, _ = channel_statistics(one.site.data.train.images)
     shared = one.described()["mean"]
     assert shared.shape == (5, 1) and torch.isin(shared, mean).all()
-    one.minimum_patients = 12  # all patients of the site
+    one.site.minimum_patients = 12  # all patients of the site
     torch.testing.assert_close(one.described()["mean"], mean.mean(dim=0).expand(5, 1))
 
 
@@ -141,7 +141,7 @@ def test_groups_share_no_patient_and_are_those_of_every_job(
 ) -> None:
     """From overlapping groups of known patients a lead solved each patient's own values."""
     one = squares.algorithm(cls, **hyper)
-    one.minimum_patients = 5
+    one.site.minimum_patients = 5
     sent = one.described()
     images = one.site.data.train.images
     order = sorted(range(12), key=lambda row: one.site.data.train.patients[row])
@@ -152,7 +152,7 @@ def test_groups_share_no_patient_and_are_those_of_every_job(
         for group, value in zip(rows, values[:2], strict=True):
             torch.testing.assert_close(value, each_of(cls, images[group])[name].mean(dim=0))
     other = squares.algorithm(cls, **{**hyper, "images": 1})
-    other.minimum_patients = 5
+    other.site.minimum_patients = 5
     other.site.seed = 99
     for name, values in other.described().items():
         assert torch.equal(values, sent[name][:1])
@@ -171,7 +171,7 @@ def test_a_patient_counts_once_whatever_its_images() -> None:
     train = one.site.data.train
     patients = ("p0", *["p1"] * 11)
     one.site.data = replace(one.site.data, train=replace(train, patients=patients))
-    one.minimum_patients = 2
+    one.site.minimum_patients = 2
     mean, _ = channel_statistics(train.images)
     expected = (mean[:1] + mean[1:].mean(dim=0)) / 2
     torch.testing.assert_close(one.described()["mean"], expected)
@@ -201,7 +201,8 @@ def test_zeros_are_no_entry() -> None:
     server = squares.server(BankServer, algorithms=squares.algorithms(CCSTSite))
     one = squares.algorithm(CCSTSite, "A")
     reply = one.perform("survey", 0, Message())
-    hidden = Suppression(one.site, 13).suppressed(reply, one.phase("survey"), one.plan)
+    one.site.minimum_patients = 13
+    hidden = Suppression(one.site).suppressed(reply, one.phase("survey"), one.plan)
     assert not hidden[SURVEY]["mean"].any()
     server.aggregate(Step.of(BankSite.survey, 0), {"A": hidden, "B": reply})
     assert list(server.configure(Step("train", 0), "A").family(BANK)) == ["B"]

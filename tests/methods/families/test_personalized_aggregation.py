@@ -288,7 +288,7 @@ def test_fedfomo_with_few_validation_patients_is_training_alone(
     counts: dict[str, tuple[int, int, int]], minimum: int
 ) -> None:
     members = squares.algorithms(FedFomoSite, counts=counts)
-    members["B"].minimum_patients = minimum
+    members["B"].site.minimum_patients = minimum
     played = squares.play(squares.server(FedFomoServer, rounds=2, algorithms=members), members)
     assert squares.equal(trained(played, "B"), alone("B", 2))
 

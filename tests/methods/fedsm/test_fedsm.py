@@ -628,4 +628,5 @@ def test_a_gain_of_few_patients_is_not_sent(
     monkeypatch.setattr(super_model, "_scores_of_images", lambda *_: scores)
     site = squares.site("A", squares.SEGMENTATION)
     model: Any = None
-    assert super_model.gain_by_gamma(model, site, minimum)["0.5"] == gain
+    site.minimum_patients = minimum
+    assert super_model.gain_by_gamma(model, site)["0.5"] == gain

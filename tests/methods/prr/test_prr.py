@@ -494,7 +494,7 @@ def test_a_class_that_few_patients_show_in_training_is_not_sent(shown: int) -> N
     """Counted in the batches of the round, as patches may show fewer than the masks do."""
     algorithms = squares.algorithms(PRRSite, MULTICLASS)
     one = algorithms["A"]
-    one.minimum_patients = 5
+    one.site.minimum_patients = 5
     train = one.site.data.train
     targets = train.targets.clamp(max=1)
     targets[:shown, 0, 0] = 2

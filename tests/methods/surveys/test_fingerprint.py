@@ -85,11 +85,11 @@ def test_numbers_of_single_patients_are_held_back(volumes: Path) -> None:
         open_site("A", CUBES, data_root=volumes), METHOD.plan(CUBES, ("A", "B"), {})
     )
     whole = algorithm.perform("describe", 0, Message())[FINGERPRINT]
-    algorithm.minimum_patients = 3
+    algorithm.site.minimum_patients = 3
     guarded = algorithm.perform("describe", 0, Message())[FINGERPRINT]
     assert guarded["sizes"]["minimum"] == guarded["sizes"]["p10"] == whole["sizes"]["p10"]
     assert guarded["classes"] == whole["classes"], "three patients have the class"
-    algorithm.minimum_patients = 4
+    algorithm.site.minimum_patients = 4
     assert algorithm.perform("describe", 0, Message()) == Message.of({FINGERPRINT: {}})
 
 

@@ -229,7 +229,7 @@ class FedSMSite(SuperModelSite[FedSMSiteHyper]):
     def evaluate_gamma(self, round: int, incoming: Message) -> Message:
         """The super model's gain over the global model on validation images, for every γ."""
         model = super_model(self.site.task, incoming).to(self.site.device)
-        return self.reply({GAINS: gain_by_gamma(model, self.site, self.minimum_patients)})
+        return self.reply({GAINS: gain_by_gamma(model, self.site)})
 
     @phase(request=SUPER_MODEL, request_meta=SUPER_MODEL_META)
     def finalize(self, incoming: Message) -> FinalModels:

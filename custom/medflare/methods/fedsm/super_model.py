@@ -220,14 +220,12 @@ def super_model_parts(
 
 
 @torch.no_grad()
-def gain_by_gamma(
-    model: SuperModel, site: Site, minimum_patients: int = 0
-) -> dict[str, float | None]:
+def gain_by_gamma(model: SuperModel, site: Site) -> dict[str, float | None]:
     """γ of `GAMMAS` (as text) -> gain over γ = 1, the global model, on a site's validation images.
 
-    The gain, None if it is undefined or defined for fewer than `minimum_patients`, is by the task's
-    metric. It is the mean of the patients' gains if
-    the metric is one of patients, else the difference of the site's two values.
+    The gain is by the task's metric; None if it is undefined, or defined for fewer than the site's
+    `minimum_patients`. It is the mean of the patients' gains if the metric is one of patients, else
+    the difference of the site's two values.
     """
     if site.task.image_mode == "patch":
         scores = _scores_of_patches(model, site)
@@ -236,7 +234,7 @@ def gain_by_gamma(
     metric = site.task.metric
     gains = {}
     for gamma, reached in scores.items():
-        gains[f"{gamma:g}"] = _gain(reached, scores[1.0], metric, minimum_patients)
+        gains[f"{gamma:g}"] = _gain(reached, scores[1.0], metric, site.minimum_patients)
     return gains
 
 

@@ -133,7 +133,7 @@ class FedGaussianSite(LinearHeadSite, FedAvgSite[FedAvgSiteHyper]):
     def class_statistics(self, round: int, incoming: Message) -> Message:
         """Means and covariances of the selected model's features."""
         model = self.network("model", incoming[MODEL])
-        local, covariances = class_moments(self.site, model, self.minimum_patients)
+        local, covariances = class_moments(self.site, model)
         return self.reply({GAUSSIANS[0]: {"means": local, "covariances": covariances}})
 
 

@@ -145,7 +145,7 @@ class FedProtoSite(LinearHeadSite, PersonalSite[FedProtoHyper]):
             model, "model", lambda optimizer: self.descend(model, optimizer, round, loss)
         )
         self.personal = copied_state(model)
-        local, _ = class_moments(self.site, model, self.minimum_patients)
+        local, _ = class_moments(self.site, model)
         reply[PROTOTYPES[0]] = {"means": local}
         return reply
 

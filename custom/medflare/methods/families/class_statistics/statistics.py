@@ -127,13 +127,11 @@ def feature_rows(
         yield feature_vectors(features).double().cpu(), labels.flatten(1)
 
 
-def class_moments(
-    site: Site, network: FeatureNetwork, minimum_patients: int = 0
-) -> tuple[Tensor, Tensor]:
+def class_moments(site: Site, network: FeatureNetwork) -> tuple[Tensor, Tensor]:
     """Means (K, D) and covariances (K, D, D; 0 for one sample) of the features, float32.
 
-    Rows of classes without samples are 0, and those of classes that fewer than `minimum_patients`
-    patients show; then all rows of a multilabel task, see `specs_by_class`.
+    Rows of classes without samples are 0, and those of classes that fewer than the site's
+    `minimum_patients` patients show; then all rows of a multilabel task, see `specs_by_class`.
     """
     groups, classes = groups_and_classes(site.task)
     width = feature_width(site.task)
@@ -150,7 +148,7 @@ def class_moments(
     mean = sums / counts.clamp_min(1)[:, None]
     centred = products - counts[:, None, None] * torch.einsum("kd,ke->kde", mean, mean)
     covariances = centred / (counts - 1).clamp_min(1)[:, None, None]
-    few = shown.few(minimum_patients)
+    few = shown.few(site.minimum_patients)
     if few.any():
         hidden = torch.full_like(few, True) if site.task.target == "multilabel" else few
         mean[hidden] = 0
