@@ -3,11 +3,10 @@
 Only the deputy, without batch normalisation, leaves the site.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from medflare.core.message import FinalModels
 from medflare.core.specs import by_model
@@ -41,7 +40,7 @@ from medflare.methods.parts.class_groups import without_rows
 from medflare.methods.prr.formulas import better_model
 from medflare.methods.prr.fourier import without_rule
 from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
-from medflare.methods.prr.transfer import SitePrototypes, Supervision, Transfer
+from medflare.methods.prr.transfer import SitePrototypes, Supervision, Transfer, TransferResult
 from medflare.networks.catalogue import feature_width, meta_network
 from medflare.tasks.classes import class_names
 
@@ -189,26 +188,24 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
             deputy,
             supervision=self._supervision(round, incoming),
             measure=self.validation,
+            validation=validation,
             width=self.width,
             prototypes=self.prototypes or {},
-            minimum_patients=self.minimum_patients,
+            few=(self.few or {}).get("few"),
         )
-        loss = transfer.run(round, validation)
+        result = transfer.run(round)
         trained = copied_state(deputy)
         self.personal = copied_state(personal)
         self.normalisation = self.part.local(trained)
-        self.prototypes = transfer.prototypes
-        entries = {DEPUTY: self.part.shared(trained), STAGES: transfer.stages}
-        reply = self.reply(entries, loss=loss, validation=validation)
+        self.prototypes = result.prototypes
+        entries = {DEPUTY: self.part.shared(trained), STAGES: result.stages}
+        reply = self.reply(entries, loss=result.loss, validation=validation)
         if self.hyper.refines:
-            before = [self.few["few"]] if self.few else []
-            few = [*before, *transfer.few]
-            reply[PROTOTYPES] = transfer.prototypes
-            if transfer.few:
-                self.few = {"few": few[-1]}
-                reply[PROTOTYPES] = without_rows(transfer.prototypes, few[-1])
-            # γ is of the prototypes of the epoch before.
-            self._add_gammas(reply, transfer, few[:-1])
+            reply[PROTOTYPES] = result.prototypes
+            if result.few is not None:
+                self.few = {"few": result.few}
+                reply[PROTOTYPES] = without_rows(result.prototypes, result.few)
+            self._add_gammas(reply, result)
         if self.hyper.retrogress:
             reply[TRAINED] = self._validation(personal, deputy)
         return reply
@@ -221,15 +218,14 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         totals = torch.tensor(incoming[CLASS_TOTALS])
         return Supervision(self.site, self.hyper, totals, prototypes)
 
-    def _add_gammas(self, reply: Message, transfer: Transfer, few: Sequence[Tensor]) -> None:
-        """The curves of γ by class, if there are any; none of a class in one of `few`."""
-        if not transfer.gammas:
+    def _add_gammas(self, reply: Message, result: TransferResult) -> None:
+        """The curves of γ by class, if there are any."""
+        if not result.gammas:
             return
         names = [name for group in class_names(self.site.task) for name in group]
-        curves = dict(zip(names, torch.stack(transfer.gammas, dim=1).tolist(), strict=True))
-        for hidden in few:
-            for row in hidden.nonzero().flatten().tolist():
-                curves.pop(names[row], None)
+        curves = dict(zip(names, torch.stack(result.gammas, dim=1).tolist(), strict=True))
+        for row in result.hidden:
+            del curves[names[row]]
         reply[GAMMA] = {name: curve[-1] for name, curve in curves.items()}
         reply[GAMMA_CURVES] = curves
 

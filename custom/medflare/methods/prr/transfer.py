@@ -165,6 +165,29 @@ def _inverse_frequencies(site: Site) -> Tensor:
 
 
 @dataclass
+class TransferResult:
+    """What a round of training gives.
+
+    Attributes:
+        prototypes: the site's own of the last epoch.
+        few: (G C,), the classes that fewer than the site's `minimum_patients` patients showed in
+            it; None: not counted.
+        loss: the personal model's mean over all images.
+        stages: of every epoch; empty if DET is off.
+        gammas: (G C,) γ of every epoch; empty without refinement.
+        hidden: rows of γ that do not leave the site: each γ is of the prototypes of the epoch
+            before, and in one of these epochs the class was in `few`.
+    """
+
+    prototypes: StateDict
+    few: Tensor | None
+    loss: float = math.nan
+    stages: list[int] = field(default_factory=list)
+    gammas: list[Tensor] = field(default_factory=list)
+    hidden: set[int] = field(default_factory=set)
+
+
+@dataclass
 class Transfer:
     """One round of training at a site.
 
@@ -172,13 +195,11 @@ class Transfer:
         personal: P_k, trained in place; the same network as `deputy` if DET is off.
         deputy: D_k, trained in place.
         measure: the validation metric of a network.
+        validation: metric of the deputy ("global") and the personal model ("personal") at the start
+            of the round.
         width: of the prototypes.
-        prototypes: the site's own of the round before, empty at the start; `run` updates them every
-            epoch.
-        stages: of every epoch; empty if DET is off.
-        minimum_patients: see `few`.
-        gammas: (G C,) γ of every epoch; empty without refinement.
-        few: (G C,) by epoch, which classes fewer than `minimum_patients` patients showed in it.
+        prototypes: the site's own of the round before, empty at the start.
+        few: of the round before, see `TransferResult`.
     """
 
     site: Site
@@ -187,24 +208,18 @@ class Transfer:
     deputy: FeatureNetwork
     supervision: Supervision
     measure: Callable[[nn.Module], float | None]
+    validation: dict[str, float | None]
     width: int
     prototypes: StateDict
-    stages: list[int] = field(default_factory=list)
-    gammas: list[Tensor] = field(default_factory=list)
-    minimum_patients: int = 0
-    few: list[Tensor] = field(default_factory=list)
+    few: Tensor | None
 
     @property
     def _single(self) -> bool:
         return self.personal is self.deputy
 
-    def run(self, round: int, validation: dict[str, float | None]) -> float:
-        """The round's local epochs; returns the personal model's mean loss over all images.
-
-        Args:
-            validation: metric of the deputy ("global") and the personal model ("personal") at the
-                start of the round.
-        """
+    def run(self, round: int) -> TransferResult:
+        """The round's local epochs."""
+        result = TransferResult(self.prototypes, self.few)
         models = [self.personal]
         if not self._single:
             models.append(self.deputy)
@@ -219,34 +234,37 @@ class Transfer:
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = rate * 0.5**halved
-            collected = self._begin_epoch(validation)
+            collected = self._begin_epoch(result)
             for model in models:
                 model.train()
-            train_together(steps, batches, partial(self._losses, collected), means)
+            train_together(steps, batches, partial(self._losses, result, collected), means)
             if collected is not None:
-                self.prototypes = copy_state(collected.state())
+                result.prototypes = copy_state(collected.state())
                 if collected.patients is not None:
-                    self.few.append(collected.patients.few(self.minimum_patients))
-        return means[0].value()
+                    result.few = collected.patients.few(self.site.minimum_patients)
+        result.loss = means[0].value()
+        return result
 
-    def _begin_epoch(self, validation: dict[str, float | None]) -> SitePrototypes | None:
+    def _begin_epoch(self, result: TransferResult) -> SitePrototypes | None:
         """Sets the stage and the class weights.
 
         Returns:
             The collector of this epoch's prototypes, if they are needed.
         """
         if not self._single:
-            stage = self.stages[-1] if self.stages else 0
-            self.stages.append(self._stage(stage, validation))
+            stage = result.stages[-1] if result.stages else 0
+            result.stages.append(self._stage(stage))
         if not self.hyper.refines:
             return None
-        self.supervision.refine(self.prototypes.get("prototypes"))
+        self.supervision.refine(result.prototypes.get("prototypes"))
         if self.supervision.gamma is not None:
-            self.gammas.append(self.supervision.gamma.flatten())
-        patients = self.site.data.train.patients if self.minimum_patients > 1 else None
+            result.gammas.append(self.supervision.gamma.flatten())
+            if result.few is not None:
+                result.hidden.update(result.few.nonzero().flatten().tolist())
+        patients = self.site.data.train.patients if self.site.minimum_patients > 1 else None
         return SitePrototypes(self.site.task, self.width, self.site.device, patients)
 
-    def _stage(self, stage: int, validation: dict[str, float | None]) -> int:
+    def _stage(self, stage: int) -> int:
         """The stage of the coming epoch; `stage` is the last one, 0 at the start of a round."""
         hyper = self.hyper
         several = self.site.task.local_epochs > 1
@@ -254,7 +272,7 @@ class Transfer:
             return formulas.EXCHANGE
         if stage == 0 and several:
             return formulas.RECOVER
-        metrics = validation
+        metrics = self.validation
         if stage != 0:
             metrics = {"global": self.measure(self.deputy), "personal": self.measure(self.personal)}
         deputy = _or_nan(metrics["global"])
@@ -266,7 +284,9 @@ class Transfer:
             return min(following, formulas.EXCHANGE)
         return following
 
-    def _losses(self, collected: SitePrototypes | None, batch: Batch) -> list[Tensor]:
+    def _losses(
+        self, result: TransferResult, collected: SitePrototypes | None, batch: Batch
+    ) -> list[Tensor]:
         """[L_P, L_D] of a batch (Eq. 5-6), or [L_sup] of the only model."""
         images, targets, rows = batch
         features, logits = self.personal.features_and_output(images)
@@ -279,9 +299,9 @@ class Transfer:
         loss_d = self.supervision(deputy_logits, targets)
         p = class_logits(logits, self.site.task).flatten(0, 1)
         d = class_logits(deputy_logits, self.site.task).flatten(0, 1)
-        if self.stages[-1] in (formulas.EXCHANGE, formulas.SUBLIMATE):
+        if result.stages[-1] in (formulas.EXCHANGE, formulas.SUBLIMATE):
             loss_p = loss_p + formulas.distillation_loss(p, d)
-        if self.stages[-1] in (formulas.RECOVER, formulas.EXCHANGE):
+        if result.stages[-1] in (formulas.RECOVER, formulas.EXCHANGE):
             loss_d = loss_d + formulas.distillation_loss(d, p)
         return [loss_p, loss_d]
 
