@@ -339,7 +339,7 @@ def test_a_site_report_has_findings_of_the_training(task: TaskConfig, record: Ru
     results = build_results(dataclasses.replace(rising(record), events=events.to_list()))
     history = rising(record).history
     assert kinds(results) == list(OF_TRAINING)
-    of_sites = kinds_of_training(results, history, ("A", "B"))
+    of_sites = kinds_of_training(history, events, ("A", "B"))
     assert of_sites == {"A": ["still_rising"], "B": [*OF_TRAINING]}
 
     good = Summary({"dice": 0.9, "iou": 0.8}, by_label={"disc": {"dice": 0.9}})

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medflare.core.events import DOUBTS
+from medflare.core.events import DOUBTS, EventLog
 from medflare.core.text import Json
 from medflare.evaluation.presentation import (
     format_metric,
@@ -158,16 +158,20 @@ def findings(results: Json, history: Sequence[Json] = (), model: str = "deployed
     return _grouped(_notes(results, history, model))
 
 
-def kinds_of_training(results: Json, history: _Steps, sites: Iterable[str]) -> dict[str, list[str]]:
+def kinds_of_training(
+    history: _Steps, events: EventLog, sites: Iterable[str]
+) -> dict[str, list[str]]:
     """Site -> the findings about the training that concern it, for its page.
 
     They have no numbers: those are of other sites, too.
     """
-    notes = _notes(results, history, "deployed")
+    rising = is_rising(validation_curve({}, "deployed", history))
+    few_images = {event["site"] for event in events.of("few_validation_images")}
     kinds = {}
     for site in sites:
-        concerned = {note.kind for note in notes if note.site in (None, site)}
-        kinds[site] = [kind for kind in OF_TRAINING if kind in concerned]
+        kinds[site] = ["still_rising"] if rising else []
+        if few_images & {None, site}:
+            kinds[site].append("few_validation_images")
     return kinds
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from medflare.adaptation.registry import LABEL_SHIFT, NONE
 from medflare.core.errors import FederationFailed
@@ -17,7 +18,7 @@ from medflare.core.events import EventLog
 from medflare.core.message import Message, Messages
 from medflare.core.rng import numpy_generator
 from medflare.core.states import StateDict
-from medflare.core.text import Json, JsonDict
+from medflare.core.text import Json
 from medflare.evaluation.findings import kinds_of_training
 from medflare.federation.enrolment import (
     Enrolment,
@@ -245,6 +246,17 @@ class Federation:
         name = step_name(step.phase, step.round, self._context.rounds)
         return named_errors(f"the server in {name}", type(self.server))
 
+    def _requests(
+        self, index: int, step: Step, sites: list[str], configure: Callable[[str], Message]
+    ) -> dict[str, Message]:
+        """Site -> the server algorithm's request."""
+        outgoing = {}
+        for site in sites:
+            with self._of_server(step):
+                request = configure(site)
+            outgoing[site] = with_step_number(request, index, self._context.rounds)
+        return outgoing
+
     def _usable_replies(self, index: int, step: Step, enrolment: Enrolment) -> Validated:
         """Enough usable replies, and why others are not usable; a step with too few is repeated.
 
@@ -255,11 +267,7 @@ class Federation:
         for attempt in range(_REPEATS + 1):
             members = enrolment.members(step)
             asked = self._sites_to_ask(step, members, attempt, failed)
-            outgoing = {}
-            for site in asked:
-                with self._of_server(step):
-                    request = self.server.configure(step, site)
-                outgoing[site] = with_step_number(request, index, self._context.rounds)
+            outgoing = self._requests(index, step, asked, partial(self.server.configure, step))
             validated = self._validated_replies(step, outgoing)
             usable = len(validated.accepted)
             if usable >= self._needed:
@@ -352,12 +360,9 @@ class Federation:
             self._cross_site(index, shared)
 
     def _final_requests(self, index: int, step: Step) -> dict[str, Message]:
-        outgoing = {}
-        for site in sorted(self.outcome.enrolled):
-            with self._of_server(step):
-                request = self.server.configure_final(site)
-            outgoing[site] = with_step_number(request, index, step.round)
-        findings = kinds_of_training(self._so_far(), self.outcome.history, outgoing)
+        enrolled = sorted(self.outcome.enrolled)
+        outgoing = self._requests(index, step, enrolled, self.server.configure_final)
+        findings = kinds_of_training(self.outcome.history, self.events, outgoing)
         total = trained_on(self.outcome.enrolled)
         adapt = self.rules.adapt
         if adapt == LABEL_SHIFT and step.round:
@@ -373,15 +378,6 @@ class Federation:
             if self.rules.cross_site:
                 message[TEST_PERSONAL] = True
         return outgoing
-
-    def _so_far(self) -> JsonDict:
-        """What the findings of a training need of results.json."""
-        return {
-            "sites": {},
-            "events": self.events.to_list(),
-            "configuration": {"task": self._context.plan.task.to_dict()},
-            "model_selection": self.outcome.model_selection,
-        }
 
     def _is_shared(self, site: str, step: Step, message: Message) -> bool:
         """Whether a site's personal model can be tested at the others; else an event says why."""
