@@ -123,7 +123,7 @@ def test_a_maximum_weight_applies_to_counts_by_class() -> None:
         admission = enrolment(sites)
         admission.max_client_weight = most
         admission.open(2)
-        assert admission.context.counted == counted
+        assert admission.context.counted_fraction == counted
 
 
 def test_absent_sites_are_noted_at_each_step_and_a_late_one_joins_and_is_invited_once() -> None:

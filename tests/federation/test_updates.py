@@ -34,7 +34,9 @@ def validated_model(
     """The replies to a training step, which hold a model like this one; `network`: that of the task, if it is another one."""
     phase = Phase("train", reply=(TensorSpec("model", template=lambda plan: model),))
     plan: Any = SimpleNamespace(template=lambda: model if network is None else network)
-    context = ServerContext(plan, 0, 1, phases={"train": phase}, counted=dict(counted or {}))
+    context = ServerContext(
+        plan, 0, 1, phases={"train": phase}, counted_fraction=dict(counted or {})
+    )
     context.site_counts = {site: {"n": {"train": count}} for site, count in (images or {}).items()}
     step = Step("train", 0)
     return validate_replies(

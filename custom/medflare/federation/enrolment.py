@@ -235,7 +235,9 @@ class Enrolment:
         images = {site: self.enrolled[site][COUNTS.name].get("train", 0) for site in self.inside}
         if self.max_client_weight is not None and all(images.values()):
             counted = capped(images, self.max_client_weight)
-            self.context.counted = {site: count / images[site] for site, count in counted.items()}
+            self.context.counted_fraction = {
+                site: count / images[site] for site, count in counted.items()
+            }
         if len(images) < 2 or self.returning:
             return
         fractions = shares(images)

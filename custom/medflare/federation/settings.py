@@ -59,7 +59,6 @@ class Rules:
     _: dataclasses.KW_ONLY
     min_sites: PositiveInt | None = None
     sites_per_round: PositiveInt | None = None
-    # Of images: `Enrolment._weigh` and `Federation._step`; of a rule's weights: `Aggregation`.
     max_client_weight: Annotated[float, Field(gt=0, le=1)] | None = None
     outlier_policy: Literal["used", "rejected"] = "used"
     patience: PositiveInt | None = None

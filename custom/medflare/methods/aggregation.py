@@ -64,6 +64,10 @@ def site_models(replies: Mapping[str, Message], entry: TensorSpec) -> dict[str, 
 def capped(samples: Mapping[str, float], most: float) -> dict[str, float]:
     """Counts, the largest lowered so that no site has more than the fraction `most` of their sum.
 
+    The maximum client weight limits three things: the samples of replies (`Federation._step`), the
+    images of enrolled sites (`Enrolment._weigh`), with which updates are compared and class totals
+    are added, and the weights of a rule (`ReweightedMean`).
+
     Args:
         samples: site -> training images, none of them 0.
         most: if it is below 1/K, which not all sites can meet, all get the smallest count.

@@ -159,8 +159,8 @@ class ServerContext:
         start: the task's initial weights if they are not random, see
             `networks.weights.starting_state`.
         weights: file or folder of weights at the server; None: see `networks.weights.find_weights`.
-        counted: site -> fraction of its training images that counts, if the maximum client weight
-            limits it.
+        counted_fraction: site -> fraction of its training images that counts, if the maximum client
+            weight limits it, see `aggregation.capped`.
     """
 
     plan: Plan
@@ -174,7 +174,7 @@ class ServerContext:
     notes: dict[str, dict[str, float | None]] = dataclasses.field(default_factory=dict)
     start: StateDict | None = None
     weights: Path | None = None
-    counted: dict[str, float] = dataclasses.field(default_factory=dict)
+    counted_fraction: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def task(self) -> TaskConfig:

@@ -111,7 +111,7 @@ def test_a_limited_share_holds_for_control_variates_too() -> None:
     )
     server = squares.server(ScaffoldServer, rounds=2, outside=(), algorithms=algorithms)
     late = server.context.site_counts.pop("C")
-    server.context.counted = {"A": 0.5, "B": 1.0}
+    server.context.counted_fraction = {"A": 0.5, "B": 1.0}
     for step in server.steps()[:2]:
         enrolled = [name for name in algorithms if name in server.context.site_counts]
         replies = {
@@ -119,7 +119,7 @@ def test_a_limited_share_holds_for_control_variates_too() -> None:
             for name in enrolled
         }
         server.aggregate(step, replies)
-        server.context.site_counts["C"], server.context.counted = (
+        server.context.site_counts["C"], server.context.counted_fraction = (
             late,
             {"A": 1.0, "B": 1.0, "C": 1.0},
         )

@@ -117,7 +117,7 @@ def validate_replies(
     enrolled = {site: meta[COUNTS.name] for site, meta in context.site_counts.items()}
     image_counts = {}
     for site, counts in enrolled.items():
-        image_counts[site] = counts.get("train", 0) * context.counted.get(site, 1)
+        image_counts[site] = counts.get("train", 0) * context.counted_fraction.get(site, 1)
 
     # 1. Refuse what is not as declared.
     accepted = {}

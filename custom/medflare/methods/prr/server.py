@@ -130,14 +130,14 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
     def class_totals(self) -> Tensor:
         """(G, C) training images or pixels of each class over the enrolled inside sites.
 
-        Limited as `ServerContext.counted` says.
+        Limited as `ServerContext.counted_fraction` says.
         """
         context = self.context
         totals = torch.zeros(groups_and_classes(context.task), dtype=torch.float64)
         for site in context.sites:
             if site in context.site_counts:
                 of_site = class_totals(context.task, context.site_counts[site])
-                totals += of_site.double() * context.counted.get(site, 1.0)
+                totals += of_site.double() * context.counted_fraction.get(site, 1.0)
         return totals.round().long()
 
     @asks(PRRSite.train, PRRSite.validate, PRRSite.share_normalisation, PRRSite.share_personal)

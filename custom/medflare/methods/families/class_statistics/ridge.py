@@ -133,7 +133,7 @@ class RidgeServer(FedAvgServer[RidgeServerHyper]):
         total = zero_sums(self.context.task)
         for site, sums in self.memory.family(SUMS_OF_SITES).items():
             for name in total:
-                total[name] += sums[name] * self.context.counted.get(site, 1.0)
+                total[name] += sums[name] * self.context.counted_fraction.get(site, 1.0)
         if not total["A"].any():
             return
         try:

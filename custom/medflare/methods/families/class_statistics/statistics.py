@@ -188,7 +188,7 @@ def class_samples(context: ServerContext, statistics: States) -> Tensor:
         if not enrolled["class_counts"]:
             counts += enrolled["n"]["train"] * pixels / counts.shape[1]
         present = state["means"].any(dim=1)
-        samples.append(counts.flatten() * present * context.counted.get(site, 1.0))
+        samples.append(counts.flatten() * present * context.counted_fraction.get(site, 1.0))
     return torch.stack(samples)
 
 

@@ -181,8 +181,8 @@ class CountedServer(FedAvgServer[ScaffoldServerHyper]):
         """Site -> n_k of every inside site, absent ones included.
 
         By samples, of those that have enrolled. Samples count as far as the lead permits
-        (`ServerContext.counted`). A late site can change this for the others; what is already in c
-        keeps its weight, so that c remains the mean of the c_k.
+        (`ServerContext.counted_fraction`). A late site can change this for the others; what is
+        already in c keeps its weight, so that c remains the mean of the c_k.
         """
         context = self.context
         if self.hyper.weighting == "uniform":
@@ -190,7 +190,7 @@ class CountedServer(FedAvgServer[ScaffoldServerHyper]):
         current = {}
         for site, counts in sorted(context.site_counts.items()):
             if site in context.sites:
-                current[site] = counts["n"]["train"] * context.counted.get(site, 1.0)
+                current[site] = counts["n"]["train"] * context.counted_fraction.get(site, 1.0)
         return {**current, **self.memory.meta["samples"]}
 
     @property
