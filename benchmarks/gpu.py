@@ -313,7 +313,7 @@ def breakdown(part: Part) -> None:
     ledger.watch(fedavg.FedAvgSite, "validation", "validation of no image")
     ledger.watch(epochs, "unpack_optimizer", "moments into the optimizer")
     ledger.watch_batches("cutting batches")
-    ledger.watch(computing.Computing, "moved", "copies to the device")
+    ledger.watch(computing.Computing, "on_device", "copies to the device")
     ledger.watch(FeatureNetwork, "forward", "forward")
     ledger.watch(Site, "loss", "loss")
     ledger.watch(torch.Tensor, "backward", "backward")

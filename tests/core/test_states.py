@@ -14,8 +14,8 @@ from medflare.core.states import (
     copy_state,
     difference,
     moved,
-    moved_together,
     split_state,
+    transferred,
     weighted_mean,
 )
 from medflare.core.store import read_message, write_message
@@ -36,12 +36,12 @@ def test_one_move_of_all_tensors_of_a_dtype(tmp_path: Path) -> None:
         moves.append(tensor.dtype)
         return tensor.clone()
 
-    together = moved_together(original, move)
+    together = transferred(original, move)
     assert moves == [torch.float32, torch.int64] and together.keys() == original.keys()
     for name, tensor in original.items():
         assert torch.equal(together[name], tensor) and together[name].shape == tensor.shape
         assert together[name].is_contiguous() and not together[name].requires_grad
-    assert moved_together({}, move) == {}
+    assert transferred({}, move) == {}
     write_message(tmp_path / "state", Message({"model": together}))
     stored = read_message(tmp_path / "state").states["model"]
     for name, tensor in original.items():

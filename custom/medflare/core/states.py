@@ -49,7 +49,7 @@ def aligned(state: State) -> StateDict:
 def on_cpu(state: State) -> StateDict:
     """The state with tensors on the CPU; those that are there are not copied."""
     on_gpu = {name: tensor for name, tensor in state.items() if not tensor.is_cpu}
-    return {**state, **moved_together(on_gpu, _to_cpu)}
+    return {**state, **transferred(on_gpu, _to_cpu)}
 
 
 def copy_on_device(state: State) -> StateDict:
@@ -61,11 +61,11 @@ def copy_on_device(state: State) -> StateDict:
             copies[name] = tensor.detach().clone()
         else:
             on_gpu[name] = tensor
-    copies.update(moved_together(on_gpu, lambda joined: joined))
+    copies.update(transferred(on_gpu, lambda joined: joined))
     return {name: copies[name] for name in state}
 
 
-def moved_together(
+def transferred(
     state: State, move: Callable[[Tensor], Tensor], *, pinned: bool = False
 ) -> StateDict:
     """The state, detached, after one `move` of all tensors of a device and dtype: every copy from

@@ -421,7 +421,7 @@ class SiteAlgorithm(ABC, Generic[S]):
         """
         if purpose not in self._networks:
             self._networks[purpose] = self.site.network(purpose, spec, outputs)
-        self._networks[purpose].load_state_dict(self.site.computing.moved_state(state))
+        self._networks[purpose].load_state_dict(self.site.computing.state_on_device(state))
         return self._networks[purpose]
 
     def frozen(self, state: StateDict, purpose: str = "frozen") -> FeatureNetwork:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from medflare.core.errors import ConfigError, one_line
-from medflare.core.states import StateDict, moved_together
+from medflare.core.states import StateDict, transferred
 from medflare.data.loading import Split
 from medflare.networks.features import FeatureNetwork
 
@@ -50,17 +50,17 @@ class Computing:
             network.head.compile()
         return network
 
-    def moved(self, tensor: Tensor) -> Tensor:
+    def on_device(self, tensor: Tensor) -> Tensor:
         """A tensor on the device; to a GPU through pinned memory, without waiting."""
         if self.device.type == "cuda" and tensor.device.type == "cpu":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
 
-    def moved_state(self, state: StateDict) -> StateDict:
+    def state_on_device(self, state: StateDict) -> StateDict:
         """A state of the CPU on the device, in one copy of all tensors of a dtype."""
         if self.device.type == "cpu":
             return state
-        return moved_together(state, self.moved, pinned=self.device.type == "cuda")
+        return transferred(state, self.on_device, pinned=self.device.type == "cuda")
 
     def resident(self, data: Split) -> Split:
         """The split with its images and targets on the device if they may stay there, see `stays`;

@@ -230,7 +230,7 @@ class Site:
     def _batch(self, index: Tensor, images: Tensor, targets: Tensor) -> Batch:
         if self.abort():
             raise Aborted(f"site {self.name}: stopped on request")
-        return Batch(self.computing.moved(images), self.computing.moved(targets), index)
+        return Batch(self.computing.on_device(images), self.computing.on_device(targets), index)
 
     def predictor(self, model: nn.Module) -> Probabilities:
         """A model of logits as a model of the task's probabilities."""

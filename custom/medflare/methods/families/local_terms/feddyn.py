@@ -68,7 +68,7 @@ class FedDynSite(CountedSite[FedDynHyper]):
 
         -h_k + α (w - w_g) is α (w - anchor) with the anchor w_g + h_k/α = w_g - c_k.
         """
-        control = self.site.computing.moved_state(self.control)
+        control = self.site.computing.state_on_device(self.control)
         anchor = shifted(model.state_dict(), control, -1.0)
         return proximal_term(model, anchor, self.hyper.alpha)
 

@@ -151,8 +151,8 @@ class ScaffoldSite(CountedSite[FedAvgSiteHyper]):
         control = self.current_control(incoming)
         model = self.network("model", incoming[MODEL])
         validation = self.validation(model)
-        moved_state = self.site.computing.moved_state
-        correction = Correction(model, moved_state(control), moved_state(incoming[CONTROL]))
+        on_device = self.site.computing.state_on_device
+        correction = Correction(model, on_device(control), on_device(incoming[CONTROL]))
         loss = self.train_model(model, round, "model", correction)
         self.remember_update(round, moved(correction.mean(), control, -1.0))
         entries = {MODEL: copied_state(model), UPDATE: self.update}

@@ -151,8 +151,8 @@ class FedLoRASite(PartialSite[FedLoRAHyper]):
         if purpose not in self._networks:
             network = self.site.network("model", spec, outputs)
             self._networks[purpose] = adapted(network, self.hyper, self.site.seed)
-        moved = self.site.computing.moved_state(state)
-        self._networks[purpose].load_state_dict(moved, strict=False)
+        on_device = self.site.computing.state_on_device(state)
+        self._networks[purpose].load_state_dict(on_device, strict=False)
         return self._networks[purpose]
 
     def joined(self, shared: StateDict) -> StateDict:

@@ -147,7 +147,7 @@ class PFedMeMean(ReweightedMean):
     are averaged.
     """
 
-    def moved(self, mean: StateDict, models: Models, previous: StateDict) -> StateDict:
+    def server_step(self, mean: StateDict, models: Models, previous: StateDict) -> StateDict:
         return blend({name: previous[name] for name in mean}, mean, self.hyper.beta)
 
 

@@ -35,7 +35,7 @@ def shrinking_factor(weights: float, update: float, strength: float) -> float:
 class ShrunkMean(ReweightedMean):
     """The weighted mean, with every layer times its γ_l."""
 
-    def moved(self, mean: StateDict, models: Models, previous: StateDict) -> StateDict:
+    def server_step(self, mean: StateDict, models: Models, previous: StateDict) -> StateDict:
         parts = self.trained_parts(models)
         centre = plain_mean(parts)
         layers: dict[str, list[str]] = {}

@@ -119,7 +119,7 @@ class NormalizedMean(ReweightedMean):
         self.factor = effective * sum(weights.values())
         return weights
 
-    def moved(self, mean: StateDict, models: Models, previous: StateDict) -> StateDict:
+    def server_step(self, mean: StateDict, models: Models, previous: StateDict) -> StateDict:
         if self.factor == 1:
             return mean
         return {name: previous[name].lerp(mean[name], self.factor) for name in mean}

@@ -97,7 +97,7 @@ class MomentumMean(ReweightedMean):
         """The step of a weight for a learning rate of 1."""
         return self.moment(f"m.{name}", self.hyper.beta, delta)
 
-    def moved(self, mean: StateDict, models: Models, previous: StateDict) -> StateDict:
+    def server_step(self, mean: StateDict, models: Models, previous: StateDict) -> StateDict:
         stepped = {}
         for name, tensor in mean.items():
             start = widened(previous[name])

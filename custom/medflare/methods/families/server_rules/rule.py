@@ -33,7 +33,7 @@ class UniformHyper(FedAvgServerHyper):
 
 
 class ReweightedMean(WeightedMean):
-    """The weighted mean with the weights of `weigh`, changed by `moved`.
+    """The weighted mean with the weights of `weigh`, changed by `server_step`.
 
     It is FedAvg's mean if there is no previous model (local parts, the first round of FLARE's own
     workflows). The weights are FedAvg's if `weigh` gives 0 for all sites, or for so many that the
@@ -70,7 +70,7 @@ class ReweightedMean(WeightedMean):
         """Site -> its weight, up to a common factor; arguments as of `shared`."""
         return self.shares(models)
 
-    def moved(self, mean: StateDict, models: Models, previous: StateDict) -> StateDict:
+    def server_step(self, mean: StateDict, models: Models, previous: StateDict) -> StateDict:
         """The trained entries of the next model; `mean` has those of the mean."""
         return mean
 
@@ -84,7 +84,7 @@ class ReweightedMean(WeightedMean):
         mean = self.combined(states_of(models), weights, previous)
         if previous is None:
             return mean
-        return {**mean, **self.moved(self.trained_part(mean), models, previous)}
+        return {**mean, **self.server_step(self.trained_part(mean), models, previous)}
 
     def _limited(self, weights: Weights) -> Weights:
         """The weights, the largest lowered to `max_client_weight`; empty if that leaves none."""
