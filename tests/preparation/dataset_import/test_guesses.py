@@ -1028,7 +1028,14 @@ def test_radiographs_of_one_series_are_no_slices(
 
 def test_what_is_not_read_is_named(tmp_path: Path) -> None:
     (classes(tmp_path) / "cow").mkdir()
-    for name in ("horse.zip.001", "horse.z01", "Diagnosen.xls", "clip.avi", "labels.sav", "Old.accdb"):
+    for name in (
+        "horse.zip.001",
+        "horse.z01",
+        "Diagnosen.xls",
+        "clip.avi",
+        "labels.sav",
+        "Old.accdb",
+    ):
         (tmp_path / name).write_bytes(b"PK")
     notes = "\n".join(imported(tmp_path).dataset.notes)
     assert "as they are empty: cow" in notes and "files to unpack: 2, the first: horse.z01" in notes
