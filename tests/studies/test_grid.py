@@ -31,7 +31,7 @@ def test_every_row_that_knows_a_name_has_all_combinations() -> None:
     of_rows = cells(rows, "mu=0.01,0.1", "lr=0.5", "lr=0.25")
     labels = {}
     for row, of_row in of_rows.items():
-        labels[row] = [cell.label for cell in of_row]
+        labels[row] = [cell.row for cell in of_row]
     assert labels == {
         "fedavg": ["fedavg:lr=0.5", "fedavg:lr=0.25"],
         "fedprox": [
@@ -47,7 +47,7 @@ def test_every_row_that_knows_a_name_has_all_combinations() -> None:
     assert cell.hyper["site"] == {"mu": 0.1}
     assert cell.task_changes == {"optimizer": {**TASK.optimizer, "lr": 0.25}}
     (shown,) = cells(["fedavg"], "task.batch_size=2")["fedavg"]
-    assert shown.label == "fedavg:task.batch_size=2" and shown.task_changes == {"batch_size": 2}
+    assert shown.row == "fedavg:task.batch_size=2" and shown.task_changes == {"batch_size": 2}
 
 
 @pytest.mark.parametrize(

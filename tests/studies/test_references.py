@@ -182,7 +182,7 @@ def test_participating_outside_sites_are_tested_on_the_same_images(
     # An oracle is neither the best of a column nor one of the comparisons that Holm counts.
     tables = StudyTables({"fedavg": [fedavg], "participating": [results]})
     assert tables.compared == ["fedavg"]
-    assert [row.is_attainable for row in tables.rows("dice")] == [True, False]
+    assert [equal.is_attainable for equal in tables.equal_models("dice")] == [True, False]
 
 
 def test_a_site_that_fails_alone_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,29 +164,29 @@ def test_each_left_out_site_is_outside(tmp_path: Path) -> None:
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Labels of the rows that were run; a run only records how it was called."""
-    labels: list[str] = []
+    """The rows that were run; a run only records how it was called."""
+    rows: list[str] = []
 
-    def run(row: Candidate, draw: Draw) -> dict[str, Any]:
-        labels.append(row.label)
+    def run(candidate: Candidate, draw: Draw) -> dict[str, Any]:
+        rows.append(candidate.row)
         metrics = {"deployed": {"dice": 0.5}}
         sites = {}
         for site in draw.setting.sites:
             sites[site] = SiteRecord(draw.role(site), metrics=metrics)
         return build_results(
             RunRecord(
-                row.method,
+                candidate.method,
                 draw.task,
                 draw.seed,
                 draw.setting.rounds,
                 sites,
-                hyper=row.effective,
+                hyper=candidate.effective,
                 seconds={"total": 1.0},
             )
         )
 
     monkeypatch.setattr(Candidate, "run", run)
-    return labels
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -491,10 +491,10 @@ def test_a_failed_run_is_repeated(runs: list[Results], tmp_path: Path, trained: 
 def test_rows_whose_names_differ_in_punctuation_are_refused(
     tmp_path: Path, trained: list[str]
 ) -> None:
-    row = Candidate.parse("fedavg")
-    rows = [dataclasses.replace(row, label=label) for label in ("lab/mean", "lab+mean")]
+    candidate = Candidate.parse("fedavg")
+    candidates = [dataclasses.replace(candidate, row=row) for row in ("lab/mean", "lab+mean")]
     with pytest.raises(ConfigError, match=r"'lab/mean' and 'lab\+mean' would have one place"):
-        run_study(rows, SETTING, [0], tmp_path)
+        run_study(candidates, SETTING, [0], tmp_path)
     assert not trained
 
 

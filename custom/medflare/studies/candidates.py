@@ -44,7 +44,7 @@ class Candidate:
         task_changes: settings of the task that this row alone has.
     """
 
-    label: str
+    row: str
     method: str
     hyper: Json = field(default_factory=dict)
     site_algorithm: str | None = None
@@ -83,13 +83,13 @@ class Candidate:
         if refused:
             raise ConfigError(f"{text}: {method} has no setting {refused[0]!r}; leave it out")
         trained_as = special.pop("method", TRAINED_AS)
-        row = cls(text, method, {}, **special, trained_as=trained_as)
-        trained = row._trained
+        candidate = cls(text, method, {}, **special, trained_as=trained_as)
+        trained = candidate._trained
         trained.check(values)
         hyper = split_hyper(values, trained.hyper_classes, trained.name)
         if selection is not None and method != CONSTANT:
             hyper["server"] = {"selection": selection, **hyper["server"]}
-        return replace(row, hyper=hyper)
+        return replace(candidate, hyper=hyper)
 
     @property
     def _trained(self) -> Method:
@@ -115,7 +115,7 @@ class Candidate:
 
     def varied(self, named: Json, hyper: Json, task: Json) -> "Candidate":
         """The row with further hyper-parameters and settings of the task, which are `named` in its
-        label; ConfigError for a wrong hyper-parameter.
+        text; ConfigError for a wrong hyper-parameter.
         """
         trained = self._trained
         merged = split_hyper(hyper, trained.hyper_classes, trained.name)
@@ -126,9 +126,9 @@ class Candidate:
         for name, value in named.items():
             text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
             settings.append(f"{name}={text}")
-        mark = "," if ":" in self.label else ":"
-        label = f"{self.label}{mark}{','.join(settings)}"
-        return replace(self, label=label, hyper=merged, task_changes=task)
+        mark = "," if ":" in self.row else ":"
+        row = f"{self.row}{mark}{','.join(settings)}"
+        return replace(self, row=row, hyper=merged, task_changes=task)
 
     def task_of(self, task: TaskConfig) -> TaskConfig:
         """The study's task as this row trains it."""
@@ -142,7 +142,7 @@ class Candidate:
     def check(
         self, task: TaskConfig, rounds: int | None = None, outside: Sequence[str] = ()
     ) -> None:
-        """Raise ConfigError, which begins with the row's label, if the row cannot run; rounds:
+        """Raise ConfigError, which begins with the row, if it cannot run; rounds:
         None: any number.
         """
         try:
@@ -155,7 +155,7 @@ class Candidate:
                 settings = RunSettings(rounds=rounds, seed=0, outside=self._served(outside))
                 check_run(self._trained, task, self.hyper, settings)
         except ConfigError as error:
-            raise ConfigError(f"{self.label}: {error}") from error
+            raise ConfigError(f"{self.row}: {error}") from error
 
     def _served(self, outside: Sequence[str]) -> tuple[str, ...]:
         """The outside sites that get a model; a method may have none for them."""
@@ -214,21 +214,21 @@ def rows_of(
 
     ConfigError: a row is wrong, see `Candidate.parse`.
     """
-    rows = [Candidate.parse(text, selection) for text in methods]
-    labels = [UNIFORM_ROW if name == UNIFORM else name for name in references if name != "all"]
+    candidates = [Candidate.parse(text, selection) for text in methods]
+    requested = [UNIFORM_ROW if name == UNIFORM else name for name in references if name != "all"]
     optional = (*REFERENCES, UNIFORM_ROW) if "all" in references else ()
-    for label in dict.fromkeys([*labels, *optional]):
-        is_oracle = label == PARTICIPATING and label not in labels
-        if label in methods or is_oracle:
+    for row in dict.fromkeys([*requested, *optional]):
+        is_oracle = row == PARTICIPATING and row not in requested
+        if row in methods or is_oracle:
             continue
-        row = Candidate.parse(label, selection)
-        if label not in labels:
+        candidate = Candidate.parse(row, selection)
+        if row not in requested:
             try:
-                row.check(task)
+                candidate.check(task)
             except ConfigError:  # the task cannot have it
                 continue
-        rows.append(row)
-    return rows
+        candidates.append(candidate)
+    return candidates
 
 
 def weighs_by_samples(server: Json) -> bool:

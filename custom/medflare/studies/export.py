@@ -23,7 +23,7 @@ def long_table(groups: Groups, metrics: Sequence[str]) -> pd.DataFrame:
     """The rows of `results_frame` of all runs, of these metrics and of their structures or classes,
     with columns method (the row) and seed.
     """
-    table = metrics_frame(groups).drop(columns="run")
+    table = metrics_frame(groups).drop(columns="run").rename(columns={"row": "method"})
     wanted = {*metrics, *map(label_metric, metrics)}
     return table[table["metric"].isin(wanted)]
 
@@ -50,8 +50,8 @@ def summary_table(study: StudyTables, target: float | None = None) -> pd.DataFra
     has_processor = all(run["seconds"].get(PROCESSOR) is not None for run in runs)
     stage = PROCESSOR if has_processor else "total"
     lines = []
-    for label, of_row in study.groups.items():
-        line: JsonDict = {"method": label} | _means(study, label)
+    for row, of_row in study.groups.items():
+        line: JsonDict = {"method": row} | _means(study, row)
         completed = _completed(of_row)
         line["seeds"] = len(distinct(completed, "seed"))
         line["runs"] = len(completed)
@@ -74,23 +74,23 @@ def default_target(study: StudyTables) -> tuple[float | None, str]:
     is; None without curves.
     """
     finals = {}
-    for label, runs in study.groups.items():
+    for row, runs in study.groups.items():
         curve = curve_of(runs, "deployed")
         if curve:
-            finals[label] = curve[max(curve)]
+            finals[row] = curve[max(curve)]
     if not finals:
         return None, ""
-    label = study.label_of(TRAINED_AS) or ""
-    if label not in finals:
-        label = max(finals, key=finals.__getitem__)
-    return _OF_TARGET * finals[label], f"{_OF_TARGET:.0%} of {label}"
+    row = study.row_of(TRAINED_AS) or ""
+    if row not in finals:
+        row = max(finals, key=finals.__getitem__)
+    return _OF_TARGET * finals[row], f"{_OF_TARGET:.0%} of {row}"
 
 
-def _means(study: StudyTables, label: str) -> dict[str, float | None]:
+def _means(study: StudyTables, row: str) -> dict[str, float | None]:
     cells = {}
     for metric in study.metrics:
         for role in study.roles:
-            values = study.series(label, role, metric)
+            values = study.series(row, role, metric)
             over_seeds = compare(0.0, values, study.split_ratio)
             low, high = over_seeds.interval or (None, None)
             cells[f"{metric}_{role}"] = over_seeds.difference

@@ -19,14 +19,14 @@ def learning_curves(groups: Groups) -> Drawing | None:
     without curves.
     """
     lines = {}
-    for label, runs in groups.items():
-        if label == CONSTANT:
+    for row, runs in groups.items():
+        if row == CONSTANT:
             continue
         models = set[str]().union(*(run.get(CURVES, {}) for run in runs))
         for model in sorted(models & {"global", "personal"}):
             curve = curve_of(runs, model)
             if len(curve) > 1:
-                lines[f"{label}, {model}" if len(models) > 1 else label] = list(curve.items())
+                lines[f"{row}, {model}" if len(models) > 1 else row] = list(curve.items())
     if not lines:
         return None
     metric = task_of(groups)["metric"]
@@ -43,7 +43,7 @@ def deployed_values(study: StudyTables) -> pd.DataFrame:
     level = ("model", "role", "metric")
     table = study.values.xs(("deployed", role, study.first_metric), level=level)
     table = table.drop(ALL_SITES, level="site")
-    return table.stack(future_stack=True).unstack("method").reindex(columns=list(study.groups))
+    return table.stack(future_stack=True).unstack("row").reindex(columns=list(study.groups))
 
 
 def differences_drawing(study: StudyTables) -> Drawing | None:
@@ -57,13 +57,13 @@ def differences_drawing(study: StudyTables) -> Drawing | None:
     values = deployed_values(study)
     points = {}
     intervals = {}
-    for label in others:
-        differences = (values[label] - values[against]).dropna()
-        if differences.empty or label not in study.compared:
+    for row in others:
+        differences = (values[row] - values[against]).dropna()
+        if differences.empty or row not in study.compared:
             continue
-        points[label] = {f"{site}, {seed}": value for (site, seed), value in differences.items()}
+        points[row] = {f"{site}, {seed}": value for (site, seed), value in differences.items()}
         of_seeds = differences.groupby(level="seed").mean()
-        intervals[label] = compare(0.0, of_seeds, study.split_ratio).interval
+        intervals[row] = compare(0.0, of_seeds, study.split_ratio).interval
     if not points:
         return None
     metric = study.first_metric
@@ -82,7 +82,7 @@ def ranks_drawing(ranks: pd.DataFrame, critical: float) -> Drawing:
     """
     means = ranks.mean().sort_values()
     half = critical / 2
-    bars = {label: (mean - half, mean + half) for label, mean in means.items()}
+    bars = {row: (mean - half, mean + half) for row, mean in means.items()}
     words = f"rank, 1 is best; critical difference {critical:.2f}"
     return patients_drawing(ranks[means.index].to_dict(), bars, words)
 

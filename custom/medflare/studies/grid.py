@@ -43,12 +43,12 @@ def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def cells_of(
-    rows: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     grid: Mapping[str, Sequence[Any]],
     task: TaskConfig,
     changed: Callable[[Json, Json], TaskConfig],
 ) -> dict[str, list[Candidate]]:
-    """Label of a row -> the row with all combinations of the values that it has a name for.
+    """Row -> its candidate with all combinations of the values that it has a name for.
 
     `changed`: gives a task's mapping with some of its settings ("task.NAME") changed. ConfigError:
     a name that no row has, or a wrong value.
@@ -56,8 +56,8 @@ def cells_of(
     cells = {}
     unused = set(grid)
     planned = task.to_dict()
-    for row in rows:
-        names = [name for name in grid if _varies(row, name)]
+    for candidate in candidates:
+        names = [name for name in grid if _varies(candidate, name)]
         unused -= set(names)
         of_row = {}
         for combination in product(*(grid[name] for name in names)):
@@ -65,7 +65,7 @@ def cells_of(
             hyper = {}
             settings = {}
             for name, value in named.items():
-                if name in row.hyper_names:
+                if name in candidate.hyper_names:
                     hyper[name] = value
                 else:
                     settings[_SHORT.get(name, name)] = value
@@ -74,10 +74,10 @@ def cells_of(
                 for name, value in changed(planned, settings).to_dict().items():
                     if value != planned[name]:
                         changes[name] = value
-            cell = row.varied(named, hyper, changes)
-            of_row[cell.label] = cell
+            cell = candidate.varied(named, hyper, changes)
+            of_row[cell.row] = cell
         if names:
-            cells[row.label] = list(of_row.values())
+            cells[candidate.row] = list(of_row.values())
     if unused:
         raise ConfigError(
             f"--grid {min(unused)}: no row has this setting, or every row sets it; "
@@ -86,12 +86,12 @@ def cells_of(
     return cells
 
 
-def _varies(row: Candidate, name: str) -> bool:
+def _varies(candidate: Candidate, name: str) -> bool:
     """Whether the row has such a hyper-parameter and does not set it, or trains on the task."""
-    if name in row.hyper_names:
+    if name in candidate.hyper_names:
         bare = name.rpartition(".")[2]
-        return not any(bare in values for values in row.hyper.values())
-    return bool(row.hyper_names) and (name in _SHORT or name.startswith("task."))
+        return not any(bare in values for values in candidate.hyper.values())
+    return bool(candidate.hyper_names) and (name in _SHORT or name.startswith("task."))
 
 
 def validation_values(run: Results) -> list[float]:
@@ -117,40 +117,40 @@ def validation_values(run: Results) -> list[float]:
     return values
 
 
-def assessed(labels: Sequence[str], groups: Groups) -> dict[str, float | None]:
-    """Label -> mean of `validation_values` over its runs; None if a run or site lacks a value that
-    another label has.
+def assessed(rows: Sequence[str], groups: Groups) -> dict[str, float | None]:
+    """Row -> mean of `validation_values` over its runs; None if a run or site lacks a value that
+    another row has.
     """
     of_labels: dict[str, list[float]] = {}
-    for label in labels:
-        of_labels[label] = []
-        for run in groups.get(label, ()):
-            of_labels[label] += validation_values(run)
+    for row in rows:
+        of_labels[row] = []
+        for run in groups.get(row, ()):
+            of_labels[row] += validation_values(run)
     most = max(1, *map(len, of_labels.values()))
     means = {}
-    for label, values in of_labels.items():
-        means[label] = fmean(values) if len(values) == most else None
+    for row, values in of_labels.items():
+        means[row] = fmean(values) if len(values) == most else None
     return means
 
 
-def selected(labels: Sequence[str], groups: Groups) -> str:
-    """The label with the best mean validation metric, the first of equal ones."""
-    means = assessed(labels, groups)
+def selected(rows: Sequence[str], groups: Groups) -> str:
+    """The row with the best mean validation metric, the first of equal ones."""
+    means = assessed(rows, groups)
     best = best_value(task_of(groups)["metric"], means.values())
-    for label, mean in means.items():
+    for row, mean in means.items():
         if mean is not None and best in (None, mean):
-            return label
-    return labels[0]
+            return row
+    return rows[0]
 
 
 def tried(grids: Mapping[str, Sequence[str]], groups: Groups) -> Table:
     """Everything that was tried; the selected ones are bold."""
     metric = task_of(groups)["metric"]
     lines = [["tried", "mean validation metric", "runs"]]
-    for labels in grids.values():
-        best = selected(labels, groups)
-        for label, mean in assessed(labels, groups).items():
+    for rows in grids.values():
+        best = selected(rows, groups)
+        for row, mean in assessed(rows, groups).items():
             value = UNDEFINED if mean is None else f"{metric} {format_metric(metric, mean)}"
-            runs = str(len(groups.get(label, ())))
-            lines.append([label, f"**{value}**" if label == best else value, runs])
+            runs = str(len(groups.get(row, ())))
+            lines.append([row, f"**{value}**" if row == best else value, runs])
     return Table(lines, left=1)

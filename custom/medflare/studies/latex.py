@@ -66,7 +66,7 @@ def _differences(study: StudyTables) -> str:
 def _table(study: StudyTables, columns: _Columns) -> str:
     table = pd.DataFrame(index=list(study.groups))
     for heading, (metric, role, site) in columns.items():
-        values = [study.series(label, role, metric, site) for label in study.groups]
+        values = [study.series(row, role, metric, site) for row in study.groups]
         table[heading] = _marked_means(metric, values)
     return _latex(table.style, "l" + "r" * len(columns))
 

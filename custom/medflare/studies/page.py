@@ -62,15 +62,15 @@ def _overview(study: StudyTables, values: pd.DataFrame) -> tuple[list[str], list
     headings = ["method", *(f"mean {role}" for role in study.roles)]
     headings += ["mean rank", "traffic", "time", "runs", "warnings"]
     lines = []
-    for label, runs in study.groups.items():
-        cells = [label]
+    for row, runs in study.groups.items():
+        cells = [row]
         for role in study.roles:
-            by_seed = study.series(label, role, study.first_metric)
+            by_seed = study.series(row, role, study.first_metric)
             cells.append(spread(study.first_metric, by_seed))
         rank = UNDEFINED
-        if label in ranks and len(ranks):
-            rank = f"{ranks[label].mean():.1f}"
-            bounds = mean_interval(ranks[label].tolist())
+        if row in ranks and len(ranks):
+            rank = f"{ranks[row].mean():.1f}"
+            bounds = mean_interval(ranks[row].tolist())
             if bounds is not None:
                 rank += f"\n{bounds[0]:.1f} to {bounds[1]:.1f}"
         traffic = sum(sum(run["traffic"].values()) for run in runs)
@@ -80,7 +80,7 @@ def _overview(study: StudyTables, values: pd.DataFrame) -> tuple[list[str], list
             format_bytes(traffic / len(runs)) if traffic else UNDEFINED,
             format_seconds(seconds / len(runs)),
             str(len(runs)),
-            "\n".join(study.warnings(label)) or UNDEFINED,
+            "\n".join(study.warnings(row)) or UNDEFINED,
         ]
         lines.append(cells)
     return headings, lines
@@ -92,13 +92,13 @@ def _gains(study: StudyTables) -> dict[str, dict[str, tuple[str, bool]]]:
     """
     metric = study.first_metric
     gains = {}
-    for label in study.compared:
+    for row in study.compared:
         cells = {}
-        for site, gain in study.gains(label, "deployed", metric).items():
+        for site, gain in study.gains(row, "deployed", metric).items():
             text = format_metric(metric, gain) if lower_is_better(metric) else f"{gain:+.3f}"
             cells[site] = (text, gain < 0)
         if cells:
-            gains[label] = cells
+            gains[row] = cells
     return gains
 
 

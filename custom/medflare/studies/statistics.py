@@ -76,13 +76,13 @@ def all_sites(runs: Sequence[Results]) -> list[str]:
 
 
 def metrics_frame(groups: Groups) -> pd.DataFrame:
-    """The rows of `results_frame` of all runs, with columns method (the row of the study), seed and
-    run (its number within the row).
+    """The rows of `results_frame` of all runs, with columns row (of the study), seed and run
+    (its number within the row).
     """
     frames = []
     for row, runs in groups.items():
         for number, run in enumerate(runs):
-            frames.append(results_frame(run).assign(method=row, seed=run["seed"], run=number))
+            frames.append(results_frame(run).assign(row=row, seed=run["seed"], run=number))
     return pd.concat(frames, ignore_index=True)
 
 
@@ -93,15 +93,15 @@ def study_values(groups: Groups) -> pd.DataFrame:
     only in a site's name ("personal/A", "personal/B") are averaged and named "personal/*".
 
     Returns:
-        Index: method (the row), model, role, metric, site (`ALL_SITES`: mean over the sites of the
+        Index: row, model, role, metric, site (`ALL_SITES`: mean over the sites of the
             role); columns: seeds; NaN: undefined.
     """
     table = metrics_frame(groups)
     table["model"] = table["model"].str.replace("/.*", "/*", regex=True)
     table = table[table["label"] == ALL]
-    keys = ["method", "model", "role", "metric", "site", "seed"]
+    keys = ["row", "model", "role", "metric", "site", "seed"]
     sites = table.groupby([*keys, "run"])["value"].mean().groupby(keys).mean()
-    means = sites.groupby(["method", "model", "role", "metric", "seed"]).mean()
+    means = sites.groupby(["row", "model", "role", "metric", "seed"]).mean()
     means = pd.concat({ALL_SITES: means}, names=["site"]).reorder_levels(keys)
     return pd.concat([sites, means]).unstack("seed")
 

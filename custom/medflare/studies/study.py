@@ -70,24 +70,24 @@ _DATALISTS = "datalists"  # setting in a run's results: site -> checksum of its 
 # -- study.zip -------------------------------------------------------------------------------------
 
 
-def run_name(label: str, seed: int, outside: Sequence[str] = ()) -> str:
+def run_name(row: str, seed: int, outside: Sequence[str] = ()) -> str:
     """The folder of a run in the file.
 
     Examples:
         >>> run_name("fedsm:lam=0.3", 1, ["CS"])
         'fedsm_lam=0.3/seed1-CS'
     """
-    row = re.sub(r"[^\w.=-]", "_", label)
-    return "-".join([f"{row}/seed{seed}", *outside])
+    folder = re.sub(r"[^\w.=-]", "_", row)
+    return "-".join([f"{folder}/seed{seed}", *outside])
 
 
-def write_rows(out: Path, labels: Iterable[str], grids: Mapping[str, Iterable[str]]) -> None:
-    """Write the order of the rows, and the labels that were tried for a row; those of an earlier
+def write_rows(out: Path, rows: Iterable[str], grids: Mapping[str, Iterable[str]]) -> None:
+    """Write the order of the rows, and the rows that were tried for one; those of an earlier
     study in the same folder follow.
     """
     with _locked(out) as contents:
         before = _rows(contents)
-        content: JsonDict = {"rows": list(dict.fromkeys([*labels, *before["rows"]]))}
+        content: JsonDict = {"rows": list(dict.fromkeys([*rows, *before["rows"]]))}
         merged = dict(before["grids"])
         for row, tries in grids.items():
             merged[row] = list(dict.fromkeys([*tries, *merged.get(row, ())]))
@@ -146,13 +146,13 @@ def read_study(out: Path) -> dict[str, list[JsonDict]]:
     groups = _all_groups(out)
     content = _rows(_contents(out))
     grids = content["grids"]
-    labels = []
+    rows = []
     for row in content["rows"]:
         if row in grids:
-            labels.append(selected(grids[row], groups))
-        labels.append(row)
-    labels += sorted(set(groups).difference(*grids.values()))
-    return {label: groups[label] for label in dict.fromkeys(labels) if label in groups}
+            rows.append(selected(grids[row], groups))
+        rows.append(row)
+    rows += sorted(set(groups).difference(*grids.values()))
+    return {row: groups[row] for row in dict.fromkeys(rows) if row in groups}
 
 
 def study_tables(out: Path, metrics: Sequence[str] = ()) -> StudyTables:
@@ -167,7 +167,7 @@ def study_tables(out: Path, metrics: Sequence[str] = ()) -> StudyTables:
 def _all_groups(out: Path) -> dict[str, list[JsonDict]]:
     groups = defaultdict(list)
     for run in read_runs(out).values():
-        groups[_label(run)].append(run)
+        groups[_row_of(run)].append(run)
     if not groups:
         raise StateError(
             f"{out}: no run of a study here; "
@@ -176,7 +176,7 @@ def _all_groups(out: Path) -> dict[str, list[JsonDict]]:
     return groups
 
 
-def _label(run: Results) -> str:
+def _row_of(run: Results) -> str:
     return run["configuration"]["settings"].get("label", run["method"])
 
 
@@ -224,7 +224,7 @@ class _Job:
 
     @property
     def name(self) -> str:
-        return run_name(self.candidate.label, self.draw.seed, self.draw.outside)
+        return run_name(self.candidate.row, self.draw.seed, self.draw.outside)
 
     def __call__(self) -> JsonDict:
         """The results in JSON types: another process can send them. Any error fails this run."""
@@ -237,7 +237,7 @@ class _Job:
                 file.write(f"{self.name}\n{traceback.format_exc()}")
             return self.failed(error)
         results["versions"] |= versions
-        return self._labelled(results)
+        return self._with_settings(results)
 
     @property
     def versions(self) -> dict[str, str]:
@@ -245,7 +245,7 @@ class _Job:
 
     def failed(self, error: Exception) -> JsonDict:
         """The results of the run that ended with an error."""
-        return self._labelled(self.candidate.failed(self.draw, error))
+        return self._with_settings(self.candidate.failed(self.draw, error))
 
     def ended(self, results: JsonDict, left: float) -> str:
         """A line about a run that ended; `left`: seconds until all end."""
@@ -256,9 +256,9 @@ class _Job:
             line += f"; {results['reason']} (tracebacks: {self.errors})"
         return line
 
-    def _labelled(self, results: JsonDict) -> JsonDict:
+    def _with_settings(self, results: JsonDict) -> JsonDict:
         results["configuration"]["settings"] |= {
-            "label": self.candidate.label,
+            "label": self.candidate.row,
             "resplit": self.draw.seed,
             _DATALISTS: _datalists(self.draw.setting),
         }
@@ -285,14 +285,14 @@ def run_study(
         seeds: each candidate runs with each.
         left_out: each of these sites in turn does not train and gets the final models; none: all
             sites are inside.
-        grids: label of a candidate -> those that are run in its place, see `grid`.
+        grids: row of a candidate -> those that are run in its place, see `grid`.
         rerun: rows of which every run, also with other seeds, is run again.
         processes: runs at the same time, one thread each.
         cluster: where they run, see `cluster.executor_of`; None: here.
         say: gets a line for every run that ended.
 
     Returns:
-        Label of a candidate, or of each one in its place -> its runs.
+        Row of a candidate, or of each one in its place -> its runs.
 
     Raises:
         ConfigError: the task or a site's name is wrong, a row cannot run, something is named twice,
@@ -308,11 +308,11 @@ def run_study(
             f"without {setting.sites[0]} no site is left to train; name at least two sites"
         )
     grids = grids or {}
-    rows = {}  # label -> labels of what is run in its place
+    rows = {}  # row -> rows that are run in its place
     cells: dict[str, Candidate] = {}
     for candidate in candidates:
-        of_row = {cell.label: cell for cell in grids.get(candidate.label, [candidate])}
-        rows[candidate.label] = list(of_row)
+        of_row = {cell.row: cell for cell in grids.get(candidate.row, [candidate])}
+        rows[candidate.row] = list(of_row)
         cells |= of_row
     for candidate in cells.values():
         candidate.check(setting.task, setting.rounds, left_out)
@@ -323,19 +323,19 @@ def run_study(
         other = jobs.setdefault(job.name, job)
         if other is not job:
             raise ConfigError(
-                f"study: rows {other.candidate.label!r} and {candidate.label!r} would have one "
+                f"study: rows {other.candidate.row!r} and {candidate.row!r} would have one "
                 f"place in {STUDY_FILE}; give one of them a study of its own"
             )
     repeated = set()
-    for label in rerun:
-        if label not in rows and label not in cells:
-            raise ConfigError(f"--rerun {label}: no row of this study; name it as a row, too")
-        repeated.update(rows.get(label, [label]))
+    for row in rerun:
+        if row not in rows and row not in cells:
+            raise ConfigError(f"--rerun {row}: no row of this study; name it as a row, too")
+        repeated.update(rows.get(row, [row]))
     missing = _missing(out, jobs, cells, setting, repeated, say)
     executor = None
     if cluster is not None and missing:
         executor = clusters.executor_of(cluster, out / clusters.FOLDER, processes)
-    write_rows(out, rows, {label: rows[label] for label in grids})
+    write_rows(out, rows, {row: rows[row] for row in grids})
     started = time.monotonic()
     for done, (job, results) in enumerate(_finished(missing, processes, executor), start=1):
         write_run(out, job.name, results)
@@ -344,7 +344,7 @@ def run_study(
     runs = read_runs(out)
     groups = defaultdict(list)
     for name, job in jobs.items():
-        groups[job.candidate.label].append(runs[name])
+        groups[job.candidate.row].append(runs[name])
     study = study_tables(out)
     write_atomically(out / TABLE_FILE, study_report(study).encode(), public=True)
     write_atomically(out / PAGE_FILE, study_page(study).encode(), public=True)
@@ -355,8 +355,8 @@ def _check_named_once(
     candidates: Sequence[Candidate], seeds: Sequence[int], left_out: Sequence[str]
 ) -> None:
     """Raise ConfigError if something is named twice: the same runs would count as repetitions."""
-    labels = [candidate.label for candidate in candidates]
-    for what, values in (("row", labels), ("seed", seeds), ("left-out site", left_out)):
+    rows = [candidate.row for candidate in candidates]
+    for what, values in (("row", rows), ("seed", seeds), ("left-out site", left_out)):
         twice = [value for value, count in Counter(values).items() if count > 1]
         if twice:
             raise ConfigError(f"study: {what} {twice[0]!r} is named twice; name it once")
@@ -382,17 +382,17 @@ def _missing(
     stale: dict[str, str] = {}
     for name, job in {**_other_jobs(out, earlier, cells, setting), **jobs}.items():
         run = earlier.get(name)
-        if job.candidate.label in repeated:
+        if job.candidate.row in repeated:
             missing.append(job)
         elif run is not None and _is_complete(run, setting):
             _check_same(out, job, run)
             for package, difference in _other_code(job, run).items():
                 rows = older if package == _MEDFLARE_CODE else stale
-                rows.setdefault(job.candidate.label, difference)
+                rows.setdefault(job.candidate.row, difference)
         elif name in jobs:
             missing.append(job)
     if stale:
-        again = " ".join(f"--rerun {shlex.quote(label)}" for label in stale)
+        again = " ".join(f"--rerun {shlex.quote(row)}" for row in stale)
         raise StateError(
             f"{out}: rows with runs of other code: {', '.join(stale)} "
             f"({next(iter(stale.values()))}); run them again with {again}, or use another --out"
@@ -411,11 +411,11 @@ def _other_jobs(
     """Name -> job of every earlier run of these rows."""
     jobs = {}
     for name, run in earlier.items():
-        label = _label(run)
-        if label in cells:
-            site = name.removeprefix(run_name(label, run["seed"])).removeprefix("-")
+        row = _row_of(run)
+        if row in cells:
+            site = name.removeprefix(run_name(row, run["seed"])).removeprefix("-")
             draw = Draw(setting, run["seed"], (site,) if site else ())
-            jobs[name] = _Job(cells[label], draw, out / ERRORS)
+            jobs[name] = _Job(cells[row], draw, out / ERRORS)
     return jobs
 
 

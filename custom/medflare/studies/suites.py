@@ -153,9 +153,9 @@ def beside_the_paper(suite: Suite, groups: Groups) -> str:
         scale = 1
         digits = 4
 
-    def cell(label: str, model: str, column: str) -> str:
+    def cell(row: str, model: str, column: str) -> str:
         site = ALL_SITES if column == MEAN else column
-        key = (label, model, settings.role, settings.metric, site)
+        key = (row, model, settings.role, settings.metric, site)
         by_seed = values.reindex([key]).iloc[0].dropna()
         if by_seed.empty:
             return UNDEFINED
@@ -165,20 +165,22 @@ def beside_the_paper(suite: Suite, groups: Groups) -> str:
             text += f" [{scale * low:.{digits}f}, {scale * high:.{digits}f}]"
         return text
 
-    def ours(row: str, label: str, model: str) -> list[str]:
-        of = label if model == settings.model else f"{label}, {model}"
-        return [row, of, *(cell(label, model, column) for column in suite.columns)]
+    def ours(paper_row: str, row: str, model: str) -> list[str]:
+        of = row if model == settings.model else f"{row}, {model}"
+        return [paper_row, of, *(cell(row, model, column) for column in suite.columns)]
 
     lines = [["row", "of", *suite.columns]]
-    for row, numbers in suite.numbers.items():
+    for paper_row, numbers in suite.numbers.items():
         texts = {column: f"{number:.{digits}f}" for column, number in numbers.items()}
-        lines.append([row, "paper", *(texts.get(column, UNDEFINED) for column in suite.columns)])
-        method = suite.methods.get(row, "")
-        if method in groups:
-            lines.append(ours("", method, suite.models.get(row, settings.model)))
-    for label in groups:
-        if label not in suite.methods.values():
-            lines.append(ours("not in the suite", label, settings.model))
+        lines.append(
+            [paper_row, "paper", *(texts.get(column, UNDEFINED) for column in suite.columns)]
+        )
+        row = suite.methods.get(paper_row, "")
+        if row in groups:
+            lines.append(ours("", row, suite.models.get(paper_row, settings.model)))
+    for row in groups:
+        if row not in suite.methods.values():
+            lines.append(ours("not in the suite", row, settings.model))
     about = f"{settings.metric} {unit}, {settings.role} sites, our model: {settings.model}"
     if suite.models:
         about += ", or the one after the comma"
@@ -213,7 +215,7 @@ def deviations(suite: Suite, groups: Groups) -> list[str]:
             if task and name != "resplit" and task.get(name) != value:
                 here = json.dumps(task.get(name))
                 lines.append(f"{name} of the task: {here}, the suite has {json.dumps(value)}")
-    for label, of_label in groups.items():
+    for row, of_label in groups.items():
         if any(run["reason"] for run in of_label):
-            lines.append(f"{label}: a run failed, see table.md")
+            lines.append(f"{row}: a run failed, see table.md")
     return list(dict.fromkeys(lines))

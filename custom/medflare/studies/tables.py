@@ -70,7 +70,7 @@ from medflare.studies.statistics import (
 from medflare.tasks.config import draws_images
 from medflare.tasks.summaries import ALL, MEANS_OVER_IMAGES
 
-Model = tuple[str, str]  # label of a row, name of the model
+Model = tuple[str, str]  # row, name of the model
 # Seed, site and role -> the task's metric of the constant answer.
 _Constants = dict[tuple[int, str, str], float | None]
 
@@ -146,7 +146,7 @@ class Difference:
     difference that matters.
     """
 
-    label: str  # of the second model
+    row: str  # of the second model
     role: str
     over_seeds: Comparison
     over_patients: Comparison | None  # None: every seed draws other patients
@@ -154,7 +154,7 @@ class Difference:
     margin: float
 
     def cells(self, adjusted_p: float | None, judged: bool) -> list[str]:
-        """The cells after label and models; without a verdict unless `judged`."""
+        """The cells after row and models; without a verdict unless `judged`."""
         seeds = self.over_seeds
         patients = self.over_patients or Comparison()
         margin = UNDEFINED
@@ -216,12 +216,12 @@ def p_text(p: float | None, test: str = "") -> str:
 
 
 @dataclass(frozen=True)
-class Row:
-    """Models of one label that have the same values of a metric everywhere; values: index (role,
+class EqualModels:
+    """Models of one row that have the same values of a metric everywhere; values: index (role,
     site), columns seeds.
     """
 
-    label: str
+    row: str
     models: tuple[str, ...]
     values: pd.DataFrame
     runs: Sequence[Results]
@@ -233,11 +233,11 @@ class Row:
 
     @property
     def cells(self) -> list[str]:
-        """The first three columns of its line: label, models, and how the deployed round was
+        """The first three columns of its line: row, models, and how the deployed round was
         selected.
         """
         selections = dict.fromkeys(filter(None, map(selection, self.runs)))
-        return [self.label, model_list(self.models), ", ".join(selections) or UNDEFINED]
+        return [self.row, model_list(self.models), ", ".join(selections) or UNDEFINED]
 
 
 class StudyTables:
@@ -257,11 +257,11 @@ class StudyTables:
         self.further = further or {}
         constants = _constants(groups, self.metric)
         self.groups: dict[str, list[Results]] = {}
-        for label, of_row in groups.items():
-            self.groups[label] = []
+        for row, of_row in groups.items():
+            self.groups[row] = []
             for run in of_row:
                 run = with_oracle(_with_constant(run, constants), self.metric)
-                self.groups[label].append(with_best_expert(run, self.metric))
+                self.groups[row].append(with_best_expert(run, self.metric))
         self.values = study_values(self.groups)
         runs = all_runs(groups)
         table = metrics_frame(groups)
@@ -280,9 +280,9 @@ class StudyTables:
             self.places += [(role, site) for site in (*sorted(of_role), ALL_SITES)]
         # The rows that are compared with each other.
         self.compared = []
-        for label, of_label in groups.items():
+        for row, of_label in groups.items():
             if of_label[0]["method"] not in (CONSTANT, PARTICIPATING):
-                self.compared.append(label)
+                self.compared.append(row)
         self.split_ratio = split_ratio(runs)
         self.draws_images = draws_images(self.task.get("embedded", ""))
         # The same for all rows.
@@ -305,10 +305,10 @@ class StudyTables:
             of_labels = f"{label_metric(self.metric)} by structure or class, deployed model"
             makers[of_labels] = self.by_label
             makers[f"{self.metric}, differences"] = self.differences
-            for label, runs in list(self.groups.items())[1:]:
+            for row, runs in list(self.groups.items())[1:]:
                 if runs[0]["method"] == SINGLE_SITE:
-                    title = f"{self.metric}, differences to {label}"
-                    makers[title] = partial(self.differences, label)
+                    title = f"{self.metric}, differences to {row}"
+                    makers[title] = partial(self.differences, row)
             makers[f"{self.metric}, differences within a row"] = self.differences_within
             makers[f"{self.metric}, cross-site"] = self.cross_site
             makers[f"{self.metric}, routing"] = self.routing
@@ -325,103 +325,101 @@ class StudyTables:
     def everything(self) -> dict[str, Table]:
         return self.tables()
 
-    def series(
-        self, label: str, role: str, metric: str, site: str = ALL_SITES
-    ) -> "pd.Series[float]":
+    def series(self, row: str, role: str, metric: str, site: str = ALL_SITES) -> "pd.Series[float]":
         """One value of the deployed model per seed; NaN where undefined."""
-        return self.values.reindex([(label, "deployed", role, metric, site)]).iloc[0]
+        return self.values.reindex([(row, "deployed", role, metric, site)]).iloc[0]
 
-    def models(self, label: str) -> list[str]:
+    def models(self, row: str) -> list[str]:
         """The models of a row; those that differ only in a site's name as one."""
         models = dict.fromkeys(MODELS)
-        for run in self.groups[label]:
+        for run in self.groups[row]:
             for site in run["sites"].values():
                 for name in site["metrics"]:
                     models[re.sub("/.*", "/*", name)] = None
         return list(models)
 
-    def rows(self, metric: str) -> list[Row]:
-        """The rows that have a value of the metric at any site."""
-        rows: dict[tuple[str, str], Row] = {}
-        for label, runs in self.groups.items():
-            for model in self.models(label):
-                keys = [(label, model, role, metric, site) for role, site in self.places]
+    def equal_models(self, metric: str) -> list[EqualModels]:
+        """The models that have a value of the metric at any site."""
+        by_values: dict[tuple[str, str], EqualModels] = {}
+        for row, runs in self.groups.items():
+            for model in self.models(row):
+                keys = [(row, model, role, metric, site) for role, site in self.places]
                 values = self.values.reindex(keys)
                 values.index = pd.MultiIndex.from_tuples(self.places)
                 if values.isna().all(axis=None):
                     continue
-                key = (label, str(values.to_numpy().tolist()))
-                equal = rows.pop(key).models if key in rows else ()
-                rows[key] = Row(label, (*equal, model), values, runs)
-        return list(rows.values())
+                key = (row, str(values.to_numpy().tolist()))
+                equal = by_values.pop(key).models if key in by_values else ()
+                by_values[key] = EqualModels(row, (*equal, model), values, runs)
+        return list(by_values.values())
 
     def sites(self, metric: str) -> Table:
-        """A row per label and model, a column per site and per mean of a role: mean ± standard
+        """A line per row and model, a column per site and per mean of a role: mean ± standard
         deviation over seeds.
 
         The best mean of a column is bold, except those of `UNATTAINABLE` rows.
         """
-        rows = self.rows(metric)
-        means = pd.DataFrame([row.values.mean(axis=1) for row in rows if row.is_attainable])
+        shown = self.equal_models(metric)
+        means = pd.DataFrame([equal.values.mean(axis=1) for equal in shown if equal.is_attainable])
         best = {place: best_value(metric, of_rows.dropna()) for place, of_rows in means.items()}
         lines = [["method", "model", "selection", *self._headings(), "runs"]]
-        for row in rows:
-            mean_of_row = row.values.mean(axis=1)
-            cells = row.cells
-            for place, values in row.values.iterrows():
+        for equal in shown:
+            mean = equal.values.mean(axis=1)
+            cells = equal.cells
+            for place, values in equal.values.iterrows():
                 cell = spread(metric, values)
-                if row.is_attainable and mean_of_row[place] == best.get(place):
+                if equal.is_attainable and mean[place] == best.get(place):
                     cell = f"**{cell}**"
                 cells.append(cell)
-            lines.append([*cells, str(len(row.runs))])
+            lines.append([*cells, str(len(equal.runs))])
         return Table(lines, left=3)
 
     def summary(self, metric: str) -> Table:
-        """A row per label, model and role: mean over sites, worst site, all images as of one site,
+        """A line per row, model and role: mean over sites, worst site, all images as of one site,
         sites below training alone, warnings.
 
         Warnings are the findings of its runs, see `warnings`.
         """
         headings = ["method", "model", "selection", "sites", "mean", "worst site", "all images"]
         lines = [[*headings, "below training alone", "warnings"]]
-        for row in self.rows(metric):
-            gains = self.gains(row.label, row.models[0], metric)
+        for equal in self.equal_models(metric):
+            gains = self.gains(equal.row, equal.models[0], metric)
             below = [site for site, gain in gains.items() if gain < 0]
             losses = f"{len(below)} of {len(gains)}"
             if below:
                 losses += f" ({', '.join(below)})"
             for role in self.roles:
-                sites = row.values.loc[role].mean(axis=1).drop(ALL_SITES).dropna()
+                sites = equal.values.loc[role].mean(axis=1).drop(ALL_SITES).dropna()
                 if sites.empty:
                     continue
                 worst = (sign_of(metric) * sites).idxmin()
                 line = [
-                    *row.cells,
+                    *equal.cells,
                     role,
-                    spread(metric, row.values.loc[(role, ALL_SITES)]),
+                    spread(metric, equal.values.loc[(role, ALL_SITES)]),
                     f"{format_metric(metric, sites[worst])} ({worst})",
-                    spread(metric, pooled_values(row.runs, row.models[0], metric, role)),
+                    spread(metric, pooled_values(equal.runs, equal.models[0], metric, role)),
                     losses if gains and role == "inside" else UNDEFINED,
-                    "; ".join(self.warnings(row.label, row.models, role)) or UNDEFINED,
+                    "; ".join(self.warnings(equal.row, equal.models, role)) or UNDEFINED,
                 ]
                 lines.append(line)
         return Table(lines, left=4)
 
     def by_label(self) -> Table | None:
-        """A row per method and structure or class, a column per site and per mean of a role; None
-        if there is at most one of them.
+        """A line per row and structure or class, a column per site and per mean of a role; None if
+        there is at most one of them.
         """
         table = metrics_frame(self.groups)
         deployed = (table["label"] != ALL) & (table["model"] == "deployed")
         table = table[deployed & (table["metric"] == label_metric(self.metric))]
         if table["label"].nunique() < 2:
             return None
-        keys = ["method", "label", "role", "seed"]
+        keys = ["row", "label", "role", "seed"]
         means = table.groupby(keys, as_index=False)["value"].mean().assign(site=ALL_SITES)
         keys.insert(3, "site")
         values = pd.concat([table, means]).groupby(keys)["value"].mean().unstack("seed")
         lines = [["method", "structure or class", *self._headings()]]
-        for row, label in table[["method", "label"]].drop_duplicates().itertuples(index=False):
+        for row, label in table[["row", "label"]].drop_duplicates().itertuples(index=False):
             places = values.reindex([(row, label, *place) for place in self.places])
             cells = [spread(self.metric, of_place) for _, of_place in places.iterrows()]
             lines.append([row, label, *cells])
@@ -438,26 +436,26 @@ class StudyTables:
                 headings.append(f"{site} ({role})")
         return headings
 
-    def label_of(self, method: str) -> str | None:
+    def row_of(self, method: str) -> str | None:
         """The first row with this method."""
-        for label, runs in self.groups.items():
+        for row, runs in self.groups.items():
             if runs[0]["method"] == method:
-                return label
+                return row
         return None
 
-    def gains(self, label: str, model: str, metric: str) -> dict[str, float]:
+    def gains(self, row: str, model: str, metric: str) -> dict[str, float]:
         """Inside site -> how much better a model of a row is than training alone, in the mean over
         the seeds of both; empty for that row.
         """
-        alone = self.label_of(SINGLE_SITE)
-        if alone is None or alone == label:
+        alone = self.row_of(SINGLE_SITE)
+        if alone is None or alone == row:
             return {}
         of_alone = self.by_site(alone, "deployed", "inside", metric)
-        gains = self.by_site(label, model, "inside", metric) - of_alone
+        gains = self.by_site(row, model, "inside", metric) - of_alone
         return (sign_of(metric) * gains.mean(axis=1).dropna()).to_dict()
 
     def warnings(
-        self, label: str, models: Sequence[str] = ("deployed",), role: str | None = None
+        self, row: str, models: Sequence[str] = ("deployed",), role: str | None = None
     ) -> list[str]:
         """What the findings of a row's runs say of these equal models at the sites of a role, by
         default at all, see `summed_up`.
@@ -465,9 +463,9 @@ class StudyTables:
         Whether the row still rises is decided by the mean curve of its runs, since that has less
         noise. The constant answer has none.
         """
-        runs = self.groups[label]
+        runs = self.groups[row]
         model = "deployed" if "deployed" in models else models[0]
-        if label not in self.compared or model in UNATTAINABLE:
+        if row not in self.compared or model in UNATTAINABLE:
             return []
         of_role = []
         for run in runs:
@@ -489,17 +487,17 @@ class StudyTables:
         """
         lines = []
         at_chance = []
-        for label in self.compared:
-            runs = self.groups[label]
+        for row in self.compared:
+            runs = self.groups[row]
             unusable = []
             for run in runs:
                 unusable += [finding for finding in findings(run) if finding.kind in UNUSABLE]
             counts = Counter(finding.kind for finding in unusable)
             grave = [finding for finding in unusable if 2 * counts[finding.kind] >= len(runs)]
             if 2 * counts["at_chance"] >= len(runs):
-                at_chance.append(label)
+                at_chance.append(row)
             if grave:
-                lines.append(f"{label}: {'; '.join(summed_up(grave, len(runs)))}.")
+                lines.append(f"{row}: {'; '.join(summed_up(grave, len(runs)))}.")
         if at_chance and at_chance == self.compared:
             everywhere = (
                 "Every method has a site where it is not better than the constant answer, "
@@ -514,24 +512,24 @@ class StudyTables:
         """
         against = against or next(iter(self.groups))
         pairs = []
-        for label in self.groups:
-            for model in self.models(label):
-                pairs.append(((label, model), (against, "deployed"), (label, model)))
+        for row in self.groups:
+            for model in self.models(row):
+                pairs.append(((row, model), (against, "deployed"), (row, model)))
         headings = ["method", "model", "sites", f"difference to {against}", *_STATISTICS]
         return Table([headings, *self._differences(pairs)], left=3)
 
     def differences_within(self) -> Table | None:
         """What a row deploys against other models of its runs; None if no run has two models."""
         pairs = []
-        for label in self.compared:
-            for model in self.models(label):
+        for row in self.compared:
+            for model in self.models(row):
                 if model in CONTROLS:
-                    pairs.append(((label, model), (label, model), (label, "deployed")))
+                    pairs.append(((row, model), (row, model), (row, "deployed")))
         headings = ["method", "deployed against its own", "sites", "difference", *_STATISTICS]
         return _unless_empty([headings, *self._differences(pairs)], left=3)
 
     def _differences(self, pairs: Iterable[tuple[Model, Model, Model]]) -> list[list[str]]:
-        """Lines of label, models and cells of (named model, first, second), see `Difference.cells`.
+        """Lines of row, models and cells of (named model, first, second), see `Difference.cells`.
 
         Models with equal results share a line. The lines of a role are one claim, within which p is
         adjusted. The constant answer and the oracle claim nothing.
@@ -539,9 +537,9 @@ class StudyTables:
         models = defaultdict(list)
         # Models with equal results are compared once.
         compared = {}
-        for (label, model), first, second in pairs:
+        for (row, model), first, second in pairs:
             for role in self.roles:
-                key = (label, role, self._results_key(label, model, role))
+                key = (row, role, self._results_key(row, model, role))
                 if key not in compared:
                     compared[key] = self.difference(first, second, role)
                 difference = compared[key]
@@ -549,52 +547,52 @@ class StudyTables:
                     models[difference].append(model)
         judged = []
         for line, of_line in models.items():
-            if line.label in self.compared and not set(of_line) <= set(UNATTAINABLE):
+            if line.row in self.compared and not set(of_line) <= set(UNATTAINABLE):
                 judged.append(line)
         adjusted: dict[Difference, float | None] = {}
         for role in self.roles:
             claim = [line for line in judged if line.role == role]
             adjusted |= zip(claim, holm([line.over_seeds.p for line in claim]), strict=True)
-        rows = defaultdict(list)  # label and cells -> models
+        rows = defaultdict(list)  # row and cells -> models
         for line, of_line in models.items():
-            cells = (line.label, *line.cells(adjusted.get(line), line in adjusted))
+            cells = (line.row, *line.cells(adjusted.get(line), line in adjusted))
             rows[cells].extend(of_line)
-        return [[label, model_list(of_row), *cells] for (label, *cells), of_row in rows.items()]
+        return [[row, model_list(of_row), *cells] for (row, *cells), of_row in rows.items()]
 
-    def _results_key(self, label: str, model: str, role: str) -> str:
-        """Equal for models of a label with the same values of all metrics at a role's sites."""
+    def _results_key(self, row: str, model: str, role: str) -> str:
+        """Equal for models of a row with the same values of all metrics at a role's sites."""
         if "*" in model:  # the mean of several models equals no other: it has no scores of patients
             return model
         sites = (*self.sites_of(role), ALL_SITES)
-        keys = list(product([label], [model], [role], self.metrics, sites))
+        keys = list(product([row], [model], [role], self.metrics, sites))
         return str(self.values.reindex(keys).to_numpy().tolist())
 
     def sites_of(self, role: str) -> list[str]:
         return [site for of, site in self.places if of == role and site != ALL_SITES]
 
-    def by_site(self, label: str, model: str, role: str, metric: str) -> pd.DataFrame:
+    def by_site(self, row: str, model: str, role: str, metric: str) -> pd.DataFrame:
         """The values of a model: a row per site of the role, a column per seed."""
         sites = self.sites_of(role)
-        keys = [(label, model, role, metric, site) for site in sites]
+        keys = [(row, model, role, metric, site) for site in sites]
         return self.values.reindex(keys).set_axis(sites)
 
     def difference(self, first: Model, second: Model, role: str) -> Difference | None:
-        """Second - first; None if nothing is to be compared, or both are the same of one label."""
-        label, model = first
-        other_label, other_model = second
+        """Second - first; None if nothing is to be compared, or both are the same of one row."""
+        row, model = first
+        other_row, other_model = second
         before = self.by_site(*first, role, self.metric)
         after = self.by_site(*second, role, self.metric)
         both = before.notna() & after.notna()
         before = before.where(both).mean()  # over sites, one per seed
         after = after.where(both).mean()
         over_seeds = compare(before, after, self.split_ratio)
-        if over_seeds.difference is None or (label == other_label and before.equals(after)):
+        if over_seeds.difference is None or (row == other_row and before.equals(after)):
             return None
-        runs = self.groups[other_label]
+        runs = self.groups[other_row]
         over_patients = None
         if not self.draws_images:
             over_patients = compare_patients(
-                (self.groups[label], model),
+                (self.groups[row], model),
                 (runs, other_model),
                 self.metric,
                 role=role,
@@ -605,16 +603,16 @@ class StudyTables:
         if over_seeds.error is not None and in_deviations is not None:
             detectable = in_deviations * (after - before).std()
         margin = self._margin(second, first, role) or self._margin(first, second, role) or MARGIN
-        return Difference(other_label, role, over_seeds, over_patients, detectable, margin)
+        return Difference(other_row, role, over_seeds, over_patients, detectable, margin)
 
     def _margin(self, model: Model, comparator: Model, role: str) -> float | None:
         """The paper's effect of a row's method, if it is over this comparator."""
-        label, _ = model
+        row, _ = model
         other, other_model = comparator
-        method = self.groups[label][0]["method"]
+        method = self.groups[row][0]["method"]
         names = {other, other.partition(":")[0]}
         if other_model != "deployed":
-            names = {other_model} if other == label else set()
+            names = {other_model} if other == row else set()
         if names.isdisjoint(PAPER_COMPARATORS.get(method, ())):
             return None
         return PAPER_EFFECTS.get((method, self.metric, role))
@@ -631,17 +629,17 @@ class StudyTables:
         lines = [["method", "class", *headings]]
         names = self.task.get("labels", [])
         first = (self.groups[against], "deployed")
-        for label in self.compared:
-            if label == against:
+        for row in self.compared:
+            if row == against:
                 continue
             cells: dict[int, dict[tuple[str, str], str]] = defaultdict(dict)  # of class and place
             for role in self.roles:
-                by_class = delong_by_class(first, (self.groups[label], "deployed"), role)
+                by_class = delong_by_class(first, (self.groups[row], "deployed"), role)
                 for (site, number), of_seeds in by_class.items():
                     cells[number][role, site] = delong_text(of_seeds)
             for number, of_class in sorted(cells.items()):
                 texts = [of_class.get(place, UNDEFINED) for place in places]
-                lines.append([f"{label} - {against}", names[number], *texts])
+                lines.append([f"{row} - {against}", names[number], *texts])
         return _unless_empty(lines, left=2)
 
     def same_answers(self) -> list[str]:
@@ -649,16 +647,16 @@ class StudyTables:
         and in all seeds.
         """
         level = self.values.index.get_level_values
-        rows = defaultdict(list)  # values -> labels
-        for label in self.groups:
-            deployed = (level("method") == label) & (level("model") == "deployed")
-            values = self.values[deployed].droplevel("method").dropna(how="all")
+        rows_by_values = defaultdict(list)
+        for row in self.groups:
+            deployed = (level("row") == row) & (level("model") == "deployed")
+            values = self.values[deployed].droplevel("row").dropna(how="all")
             if len(values):
-                rows[str(values.to_dict())].append(label)
+                rows_by_values[str(values.to_dict())].append(row)
         lines = []
-        for labels in rows.values():
-            if len(labels) > 1:
-                names = " and ".join(labels)
+        for rows in rows_by_values.values():
+            if len(rows) > 1:
+                names = " and ".join(rows)
                 lines.append(f"Same answers: {names} have equal test metrics everywhere.")
         return lines
 
@@ -694,7 +692,7 @@ class StudyTables:
         """
         sites = all_sites(all_runs(self.groups))
         lines = [["method", "model of", *sites, "runs"]]
-        for label, runs in self.groups.items():
+        for row, runs in self.groups.items():
             of_owner = defaultdict(list)
             for run in runs:
                 for owner, by_site in run.get(CROSS_SITE, {}).items():
@@ -704,7 +702,7 @@ class StudyTables:
                 cells = {site: spread(self.metric, rows[site]) for site in sites}
                 if owner in cells:
                     cells[owner] = f"**{cells[owner]}**"
-                lines.append([label, owner, *cells.values(), str(len(rows))])
+                lines.append([row, owner, *cells.values(), str(len(rows))])
         return _unless_empty(lines, left=2)
 
     def selector(self) -> Table | None:
@@ -713,20 +711,20 @@ class StudyTables:
         """
         shares = defaultdict(list)  # of every run with a selector
         tested: set[str] = set()
-        for label, runs in self.groups.items():
+        for row, runs in self.groups.items():
             for run in runs:
                 table = confusion(run["sites"])
                 if table:
                     tested |= table.keys()
-                    shares[label].append(_selector_shares(run, table))
+                    shares[row].append(_selector_shares(run, table))
         sites = sorted(tested)
         headings = ["method", "balanced accuracy", *(f"{site} recognised" for site in sites)]
         lines = [[*headings, "answered by a personal model", "runs"]]
-        for label, of_runs in shares.items():
+        for row, of_runs in shares.items():
             columns = pd.DataFrame(of_runs, columns=[*sites, _PERSONAL], dtype=float)
             cells = [spread("share", columns[sites].mean(axis=1))]
             cells += [spread("share", column) for _, column in columns.items()]
-            lines.append([label, *cells, str(len(of_runs))])
+            lines.append([row, *cells, str(len(of_runs))])
         return _unless_empty(lines, left=1)
 
     def routing(self) -> Table | None:
@@ -735,22 +733,22 @@ class StudyTables:
         """
         headings = ["method", "outside", "start", "end", "worst run", f"more than {HARM} below"]
         lines = [[*headings, "of these with an event", "runs"]]
-        for label, runs in self.groups.items():
-            if "mixture" not in self.models(label) or "outside" not in self.roles:
+        for row, runs in self.groups.items():
+            if "mixture" not in self.models(row) or "outside" not in self.roles:
                 continue
             reverted = set()  # site and seed
             for run in runs:
                 for event in run["events"]:
                     if event["kind"] == "reverted":
                         reverted.add((event["site"], run["seed"]))
-            level = ("method", "role", "metric")
-            by_site = self.values.xs((label, "outside", self.metric), level=level)
+            level = ("row", "role", "metric")
+            by_site = self.values.xs((row, "outside", self.metric), level=level)
             by_seed = by_site.drop(ALL_SITES, level="site").stack(future_stack=True)
             moves = by_seed.unstack("model")[["mixture", "deployed"]].dropna()
             for site, of_site in moves.groupby(level="site", sort=False):
-                lines.append([label, str(site), *_routing_cells(of_site, reverted)])
+                lines.append([row, str(site), *_routing_cells(of_site, reverted)])
             if len(moves):
-                lines.append([label, "all", *_routing_cells(moves, reverted)])
+                lines.append([row, "all", *_routing_cells(moves, reverted)])
         return _unless_empty(lines, left=2)
 
 
@@ -954,24 +952,24 @@ def cautions(groups: Groups) -> list[str]:
     """What makes rows hard to compare, one line each."""
     runs = all_runs(groups)
     # Whether the optimizer starts every round afresh, and whether sites are weighed by images ->
-    # labels.
+    # rows.
     optimizers = defaultdict(list)
     weightings = defaultdict(list)
     failed = []
     uniform = False
-    for label, of_label in groups.items():
+    for row, of_label in groups.items():
         method = of_label[0]["method"]
         hyper = of_label[0]["configuration"]["hyper"]  # of all runs of the row
         if method != CONSTANT:
             # PRR has no `reset_optimizer`: it always starts with a new optimizer.
-            optimizers[bool(hyper["site"].get("reset_optimizer", True))].append(label)
+            optimizers[bool(hyper["site"].get("reset_optimizer", True))].append(row)
         if method not in (CONSTANT, SINGLE_SITE, CENTRALISED):
-            weightings[weighs_by_samples(hyper["server"])].append(label)
+            weightings[weighs_by_samples(hyper["server"])].append(row)
         if method == TRAINED_AS and hyper["server"].get("weighting") == "uniform":
             uniform = True
         for run in of_label:
             if run["reason"]:
-                failed.append(f"FAILED: {label}, seed {run['seed']}: {run['reason']}")
+                failed.append(f"FAILED: {row}, seed {run['seed']}: {run['reason']}")
     lines = []
     if len(optimizers) == 2:
         lines.append(
@@ -1002,14 +1000,14 @@ def cautions(groups: Groups) -> list[str]:
 
 def _other_code(groups: Groups) -> list[str]:
     """A line for each distribution, besides medflare, of which runs had different code."""
-    labels: defaultdict[str, dict[str, dict[str, None]]] = defaultdict(dict)  # by hash
-    for label, runs in groups.items():
+    rows_by_code: defaultdict[str, dict[str, dict[str, None]]] = defaultdict(dict)
+    for row, runs in groups.items():
         for run in runs:
             for name, code in run["versions"].items():
                 if name.endswith(CODE) and name != f"medflare{CODE}":
-                    labels[name].setdefault(code, {})[label] = None
+                    rows_by_code[name].setdefault(code, {})[row] = None
     lines = []
-    for name, of_code in labels.items():
+    for name, of_code in rows_by_code.items():
         if len(of_code) > 1:
             rows = "; ".join(map(", ".join, of_code.values()))
             remedy = "run the older ones again with --rerun ROW"

@@ -29,9 +29,9 @@ def task_means(studies: Sequence[StudyTables]) -> pd.DataFrame:
         if column in means:
             raise ConfigError(f"task {column[0]} is in two studies; name one folder of each task")
         means[column] = {}
-        for label in study.compared:
-            values = study.series(label, study.roles[0], study.first_metric)
-            means[column][label] = values.mean()
+        for row in study.compared:
+            values = study.series(row, study.roles[0], study.first_metric)
+            means[column][row] = values.mean()
     table = pd.DataFrame.from_dict(means, orient="index").dropna(axis=1)
     if table.shape[1] < 2:
         raise ConfigError(
@@ -69,9 +69,9 @@ def ranking(means: pd.DataFrame) -> Table:
     ranks = ranks_of(means).mean().sort_values()
     headings = [f"{task}, {metric_label(metric)}" for task, metric in means.index]
     lines = [["method", *headings, "mean rank"]]
-    for label, rank in ranks.items():
-        cells = [format_metric(column[1], means.loc[column, label]) for column in means.index]
-        lines.append([str(label), *cells, f"{rank:.2f}"])
+    for row, rank in ranks.items():
+        cells = [format_metric(column[1], means.loc[column, row]) for column in means.index]
+        lines.append([str(row), *cells, f"{rank:.2f}"])
     return Table(lines, left=1)
 
 
