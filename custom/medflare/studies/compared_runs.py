@@ -48,13 +48,13 @@ def read_run(path: Path) -> JsonDict:
     files = [file for file in folder.glob(f"**/{SCORES_FOLDER}/{_MODEL}.json") if file.is_file()]
     scores = {}
     for site in results["sites"]:
-        of_site = [file for file in files if site in file.relative_to(folder).parts]
-        if len(of_site) == 1:  # several are of several runs
+        site_files = [file for file in files if site in file.relative_to(folder).parts]
+        if len(site_files) == 1:  # several are of several runs
             try:
-                scores[site] = {_MODEL: read_json(of_site[0])}
+                scores[site] = {_MODEL: read_json(site_files[0])}
             except ValueError as error:
                 raise StateError(
-                    f"{of_site[0]}: not valid JSON ({error}); delete it to compare without it"
+                    f"{site_files[0]}: not valid JSON ({error}); delete it to compare without it"
                 ) from error
     return {**results, SCORES: scores}
 
@@ -90,10 +90,10 @@ def metric_of_runs(runs: Mapping[str, Results]) -> pd.DataFrame:
     values = study_values({name: [run] for name, run in runs.items()})
     rows = []
     for role in ROLES:
-        of_role = [site for site in sites if sites[site] == role]
-        groups = {site: [site] for site in of_role}
-        if len(of_role) > 1:
-            groups[ALL_SITES] = of_role
+        site_names = [site for site in sites if sites[site] == role]
+        groups = {site: [site] for site in site_names}
+        if len(site_names) > 1:
+            groups[ALL_SITES] = site_names
         for site, group in groups.items():
             row = {"site": site or f"mean, {role}"}
             for name in runs:

@@ -50,9 +50,9 @@ def summary_table(study: StudyTables, target: float | None = None) -> pd.DataFra
     has_processor = all(run["seconds"].get(PROCESSOR) is not None for run in runs)
     stage = PROCESSOR if has_processor else "total"
     lines = []
-    for row, of_row in study.groups.items():
+    for row, row_runs in study.groups.items():
         line: JsonDict = {"method": row} | _means(study, row)
-        completed = _completed(of_row)
+        completed = _completed(row_runs)
         line["seeds"] = len(distinct(completed, "seed"))
         line["runs"] = len(completed)
         line["traffic_MB"] = defined_mean(sum(run["traffic"].values()) / 1e6 for run in completed)
@@ -60,12 +60,12 @@ def summary_table(study: StudyTables, target: float | None = None) -> pd.DataFra
         peak = defined_mean(run.get(PEAK) for run in completed)
         if peak is not None:
             line["peak_memory_MB"] = peak / 1e6
-        line["rounds"] = _joined(distinct(of_row, "rounds"))
-        curve = curve_of(of_row, "deployed")
+        line["rounds"] = _joined(distinct(row_runs, "rounds"))
+        curve = curve_of(row_runs, "deployed")
         enough = [round for round in curve if target is not None and curve[round] >= target]
         line[reached] = min(enough, default=None)
-        line["selection"] = _joined(set(map(selection, of_row)))
-        lines.append(line | _versions(of_row))
+        line["selection"] = _joined(set(map(selection, row_runs)))
+        lines.append(line | _versions(row_runs))
     return pd.DataFrame(lines)
 
 

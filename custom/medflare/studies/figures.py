@@ -62,8 +62,8 @@ def differences_drawing(study: StudyTables) -> Drawing | None:
         if differences.empty or row not in study.compared:
             continue
         points[row] = {f"{site}, {seed}": value for (site, seed), value in differences.items()}
-        of_seeds = differences.groupby(level="seed").mean()
-        intervals[row] = compare(0.0, of_seeds, study.split_ratio).interval
+        by_seed = differences.groupby(level="seed").mean()
+        intervals[row] = compare(0.0, by_seed, study.split_ratio).interval
     if not points:
         return None
     metric = study.first_metric

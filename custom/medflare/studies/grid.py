@@ -59,7 +59,7 @@ def cells_of(
     for candidate in candidates:
         names = [name for name in grid if _varies(candidate, name)]
         unused -= set(names)
-        of_row = {}
+        cells_of_row = {}
         for combination in product(*(grid[name] for name in names)):
             named = dict(zip(names, combination, strict=True))
             hyper = {}
@@ -75,9 +75,9 @@ def cells_of(
                     if value != planned[name]:
                         changes[name] = value
             cell = candidate.varied(named, hyper, changes)
-            of_row[cell.row] = cell
+            cells_of_row[cell.row] = cell
         if names:
-            cells[candidate.row] = list(of_row.values())
+            cells[candidate.row] = list(cells_of_row.values())
     if unused:
         raise ConfigError(
             f"--grid {min(unused)}: no row has this setting, or every row sets it; "
@@ -103,14 +103,14 @@ def validation_values(run: Results) -> list[float]:
     curves = run.get(CURVES, {})
     model = "personal" if "personal" in curves else "global"
     metric = run["configuration"]["task"]["metric"]
-    of_server = run["configuration"]["hyper"]["server"].get("selection")
+    rule = run["configuration"]["hyper"]["server"].get("selection")
     shared = {} if run["method"] == SINGLE_SITE else run["model_selection"].get(model, {})
     values = []
     for points in curves.get(model, {}).values():
         by_round = {round: value for round, value in points if round > 0}
         if shared.get("round") in by_round:
             values.append(by_round[shared["round"]])
-        elif by_round and of_server == "last":
+        elif by_round and rule == "last":
             values.append(by_round[max(by_round)])
         elif by_round:  # the site selected alone
             values.append((min if lower_is_better(metric) else max)(by_round.values()))
@@ -121,14 +121,14 @@ def assessed(rows: Sequence[str], groups: Groups) -> dict[str, float | None]:
     """Row -> mean of `validation_values` over its runs; None if a run or site lacks a value that
     another row has.
     """
-    of_labels: dict[str, list[float]] = {}
+    validation: dict[str, list[float]] = {}
     for row in rows:
-        of_labels[row] = []
+        validation[row] = []
         for run in groups.get(row, ()):
-            of_labels[row] += validation_values(run)
-    most = max(1, *map(len, of_labels.values()))
+            validation[row] += validation_values(run)
+    most = max(1, *map(len, validation.values()))
     means = {}
-    for row, values in of_labels.items():
+    for row, values in validation.items():
         means[row] = fmean(values) if len(values) == most else None
     return means
 

@@ -73,8 +73,8 @@ def _table(study: StudyTables, columns: _Columns) -> str:
 
 def _marked_means(metric: str, values: Sequence["pd.Series[float]"]) -> list[str]:
     """The cells of a column: mean ± standard deviation over the seeds of each row."""
-    texts = [spread(metric, of_row).replace("±", r"$\pm$") for of_row in values]
-    means = [float(format_metric(metric, of_row.mean())) for of_row in values]
+    texts = [spread(metric, by_seed).replace("±", r"$\pm$") for by_seed in values]
+    means = [float(format_metric(metric, by_seed.mean())) for by_seed in values]
     return _marked(texts, means, lower_is_best=lower_is_better(metric))
 
 

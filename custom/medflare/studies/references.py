@@ -136,9 +136,9 @@ def recorded_run(
         **options,
     )
     results[CURVES] = {}
-    for model, of_sites in validation_curves(results.history).items():
+    for model, curves in validation_curves(results.history).items():
         results[CURVES][model] = {}
-        for site, curve in of_sites.items():
+        for site, curve in curves.items():
             points = [[at, round(value, 5)] for at, value in sorted(curve.items())]
             results[CURVES][model][site] = points
     results[SCORES] = scores
@@ -210,8 +210,8 @@ def single_site(draw: Draw, hyper: Json, method: str = TRAINED_AS) -> JsonDict:
     for site, run in runs.items():
         merged["sites"][site] = run["sites"][site]
         merged[SCORES][site] = run[SCORES].get(site, {})
-        for model, of_site in run[CURVES].items():
-            merged[CURVES].setdefault(model, {}).update(of_site)
+        for model, curves in run[CURVES].items():
+            merged[CURVES].setdefault(model, {}).update(curves)
         merged["events"] += run["events"]
         if draw.setting.cross_site:
             merged.setdefault(CROSS_SITE, {}).update(run[CROSS_SITE])
@@ -243,17 +243,17 @@ def batch_statistics(draw: Draw, hyper: Json) -> JsonDict:
     check_adaptable(draw.task)
     models: dict[str, dict[str, Message]] = {}
     results = _fedavg(draw, hyper, models=models)
-    for name, of_site in models.items():
+    for name, site_models in models.items():
         site = draw.open(name)
-        trained = build_deployed(draw.task, of_site["global"]).to(site.device)
+        trained = build_deployed(draw.task, site_models["global"]).to(site.device)
         module, _ = with_batch_statistics(trained)
         scores = site.score(module, "test")
         metrics = {metric: finite_or_none(value) for metric, value in scores.values.items()}
         results["sites"][name]["metrics"]["deployed"] = metrics
         results[SCORES][name]["deployed"] = scores.cases.to_dict()
         results["sites"][name].get("intervals", {}).pop("deployed", None)  # of FedAvg's model
-    of_model = ("at_chance", "constant_output")  # of FedAvg's, too
-    results["events"] = [event for event in results["events"] if event["kind"] not in of_model]
+    replaced = ("at_chance", "constant_output")  # of FedAvg's, too
+    results["events"] = [event for event in results["events"] if event["kind"] not in replaced]
     return _reference(BATCH_STATISTICS, results)
 
 

@@ -396,8 +396,8 @@ def _terms(cases: CaseTable, metric: str, weights: Floats, classes: Sequence[int
         else:
             scores = probabilities[:, class_index]
             predicted = probabilities.argmax(axis=1) == class_index
-            of_class = ONE_CLASS[label_metric(metric)]
-            values.append(of_class(scores, targets == class_index, predicted, weights))
+            metric_of_class = ONE_CLASS[label_metric(metric)]
+            values.append(metric_of_class(scores, targets == class_index, predicted, weights))
     return np.stack(values)
 
 
@@ -421,8 +421,8 @@ def common_classes(runs: Sequence[Results], role: str) -> dict[str, tuple[int, .
                 by_site[site].append(frequent)
                 exclusive = is_exclusive(table["probabilities"], table["targets"])
     common = {}
-    for site, of_runs in sorted(by_site.items()):
-        classes = set.intersection(*of_runs)
+    for site, frequent_classes in sorted(by_site.items()):
+        classes = set.intersection(*frequent_classes)
         if exclusive and len(classes) < 2:
             classes = set()
         common[site] = tuple(sorted(classes))
@@ -490,14 +490,14 @@ def compare_patients(
         if not sites:
             return Comparison()
         by_name = common_classes([*first[0], *second[0]], role) if common is None else common
-        of_classes = any("targets" in cases for site in sites.values() for cases, _ in site.pairs)
-        usable = _with_classes(sites, metric, by_name) if of_classes else []
+        has_classes = any("targets" in cases for site in sites.values() for cases, _ in site.pairs)
+        usable = _with_classes(sites, metric, by_name) if has_classes else []
         compared = usable or list(sites.values())
         point = float(np.nanmean([_point(site, metric) for site in compared]))
         count = sum(site.patients for site in compared)
         if np.isnan(point):
             return Comparison(n=count)
-        if of_classes:
+        if has_classes:
             fewest = min((_fewest_patients(site, metric) for site in usable), default=0)
             return Comparison(point, _interval(usable, metric, fewest), None, count)
         fewest = min(site.patients for site in compared)
@@ -589,12 +589,12 @@ def _interval(sites: Sequence[_SitePairs], metric: str, fewest: int) -> Interval
     values = []
     for start in range(0, RESAMPLES, _BATCH):
         size = min(_BATCH, RESAMPLES - start)
-        of_sites = []
+        gains = []
         for site in sites:
             gain = _mean_gain(site, metric, _counts(rng, site.patients, size))
             if gain is not None:
-                of_sites.append(gain)
-        values.append(np.mean(of_sites, axis=0))
+                gains.append(gain)
+        values.append(np.mean(gains, axis=0))
     return percentiles(np.concatenate(values), expanded_level(fewest))
 
 
@@ -646,13 +646,13 @@ def _mean_gain(site: _SitePairs, metric: str, counts: Floats) -> Floats | None:
     out of values of patients.
     """
     mean = np.nanmean if "values" in site.pairs[0][0] else np.mean
-    of_runs = []
-    of_all = site.gains(metric, np.ones(site.patients))
-    for gain, gain_of_all in zip(site.gains(metric, counts), of_all, strict=True):
-        defined = np.isfinite(gain_of_all)
+    means = []
+    full_gains = site.gains(metric, np.ones(site.patients))
+    for gain, full_gain in zip(site.gains(metric, counts), full_gains, strict=True):
+        defined = np.isfinite(full_gain)
         if defined.any():
-            of_runs.append(gain[defined].mean(axis=0))
-    return mean(of_runs, axis=0) if of_runs else None
+            means.append(gain[defined].mean(axis=0))
+    return mean(means, axis=0) if means else None
 
 
 def _wilcoxon(sites: Sequence[_SitePairs]) -> float | None:
@@ -702,9 +702,9 @@ def delong(
         gain = shares_below(after[group], after[~group])
         gain -= shares_below(before[group], before[~group])
         fractions.append(gain.mean())
-        of_patients = np.bincount(clusters[group], gain - gain.mean(), len(names)) / group.sum()
-        variance += members / (members - 1) * float(of_patients @ of_patients)
-        sums.append(of_patients)
+        patient_sums = np.bincount(clusters[group], gain - gain.mean(), len(names)) / group.sum()
+        variance += members / (members - 1) * float(patient_sums @ patient_sums)
+        sums.append(patient_sums)
     # A case without the class is ranked correctly if it is lower, so its gains have the other sign.
     variance -= 2 * len(names) / (len(names) - 1) * float(sums[0] @ sums[1])
     difference = fractions[0]

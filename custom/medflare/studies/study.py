@@ -311,9 +311,9 @@ def run_study(
     rows = {}  # row -> rows that are run in its place
     cells: dict[str, Candidate] = {}
     for candidate in candidates:
-        of_row = {cell.row: cell for cell in grids.get(candidate.row, [candidate])}
-        rows[candidate.row] = list(of_row)
-        cells |= of_row
+        row_cells = {cell.row: cell for cell in grids.get(candidate.row, [candidate])}
+        rows[candidate.row] = list(row_cells)
+        cells |= row_cells
     for candidate in cells.values():
         candidate.check(setting.task, setting.rounds, left_out)
     splits: list[tuple[str, ...]] = [(site,) for site in left_out] or [()]

@@ -215,7 +215,7 @@ def deviations(suite: Suite, groups: Groups) -> list[str]:
             if task and name != "resplit" and task.get(name) != value:
                 here = json.dumps(task.get(name))
                 lines.append(f"{name} of the task: {here}, the suite has {json.dumps(value)}")
-    for row, of_label in groups.items():
-        if any(run["reason"] for run in of_label):
+    for row, row_runs in groups.items():
+        if any(run["reason"] for run in row_runs):
             lines.append(f"{row}: a run failed, see table.md")
     return list(dict.fromkeys(lines))

@@ -186,20 +186,22 @@ def interval_text(comparison: Comparison) -> str:
     return f"{low:+.3f} to {high:+.3f}"
 
 
-def delong_text(of_seeds: Sequence[Comparison]) -> str:
+def delong_text(comparisons: Sequence[Comparison]) -> str:
     """The mean difference of the AUC, and p: "+0.012, p 0.030".
 
     Of several seeds, p is twice the median (Meinshausen, Meier and Bühlmann, JASA 104, 2009,
     Sec. 2.2), which is valid for seeds that share patients.
     """
-    differences = [seed.difference for seed in of_seeds if seed.difference is not None]
+    differences = [
+        comparison.difference for comparison in comparisons if comparison.difference is not None
+    ]
     if not differences:
         return UNDEFINED
     p_values = []
-    for seed in of_seeds:
-        if seed.p is not None:
-            p_values.append(seed.p)
-        elif seed.difference == 0:  # equal areas without variance
+    for comparison in comparisons:
+        if comparison.p is not None:
+            p_values.append(comparison.p)
+        elif comparison.difference == 0:  # equal areas without variance
             p_values.append(1.0)
     p = p_values[0] if p_values else None
     if len(p_values) > 1:
@@ -257,9 +259,9 @@ class StudyTables:
         self.further = further or {}
         constants = _constants(groups, self.metric)
         self.groups: dict[str, list[Results]] = {}
-        for row, of_row in groups.items():
+        for row, row_runs in groups.items():
             self.groups[row] = []
-            for run in of_row:
+            for run in row_runs:
                 run = with_oracle(_with_constant(run, constants), self.metric)
                 self.groups[row].append(with_best_expert(run, self.metric))
         self.values = study_values(self.groups)
@@ -276,12 +278,12 @@ class StudyTables:
         self.first_metric = next(iter(self.metrics), self.metric)
         self.roles = sites.index.tolist()  # in their alphabetical order
         self.places: list[tuple[str, str]] = []
-        for role, of_role in sites.items():
-            self.places += [(role, site) for site in (*sorted(of_role), ALL_SITES)]
+        for role, site_names in sites.items():
+            self.places += [(role, site) for site in (*sorted(site_names), ALL_SITES)]
         # The rows that are compared with each other.
         self.compared = []
-        for row, of_label in groups.items():
-            if of_label[0]["method"] not in (CONSTANT, PARTICIPATING):
+        for row, row_runs in groups.items():
+            if row_runs[0]["method"] not in (CONSTANT, PARTICIPATING):
                 self.compared.append(row)
         self.split_ratio = split_ratio(runs)
         self.draws_images = draws_images(self.task.get("embedded", ""))
@@ -302,8 +304,8 @@ class StudyTables:
         if "auc_macro" in self.metrics:
             makers["AUC by class, DeLong's test"] = self.delong
         if self.metric in self.metrics:
-            of_labels = f"{label_metric(self.metric)} by structure or class, deployed model"
-            makers[of_labels] = self.by_label
+            title = f"{label_metric(self.metric)} by structure or class, deployed model"
+            makers[title] = self.by_label
             makers[f"{self.metric}, differences"] = self.differences
             for row, runs in list(self.groups.items())[1:]:
                 if runs[0]["method"] == SINGLE_SITE:
@@ -361,7 +363,7 @@ class StudyTables:
         """
         shown = self.equal_models(metric)
         means = pd.DataFrame([equal.values.mean(axis=1) for equal in shown if equal.is_attainable])
-        best = {place: best_value(metric, of_rows.dropna()) for place, of_rows in means.items()}
+        best = {place: best_value(metric, row_means.dropna()) for place, row_means in means.items()}
         lines = [["method", "model", "selection", *self._headings(), "runs"]]
         for equal in shown:
             mean = equal.values.mean(axis=1)
@@ -421,7 +423,7 @@ class StudyTables:
         lines = [["method", "structure or class", *self._headings()]]
         for row, label in table[["row", "label"]].drop_duplicates().itertuples(index=False):
             places = values.reindex([(row, label, *place) for place in self.places])
-            cells = [spread(self.metric, of_place) for _, of_place in places.iterrows()]
+            cells = [spread(self.metric, by_seed) for _, by_seed in places.iterrows()]
             lines.append([row, label, *cells])
         return Table(lines, left=2)
 
@@ -450,8 +452,8 @@ class StudyTables:
         alone = self.row_of(SINGLE_SITE)
         if alone is None or alone == row:
             return {}
-        of_alone = self.by_site(alone, "deployed", "inside", metric)
-        gains = self.by_site(row, model, "inside", metric) - of_alone
+        alone_values = self.by_site(alone, "deployed", "inside", metric)
+        gains = self.by_site(row, model, "inside", metric) - alone_values
         return (sign_of(metric) * gains.mean(axis=1).dropna()).to_dict()
 
     def warnings(
@@ -467,16 +469,16 @@ class StudyTables:
         model = "deployed" if "deployed" in models else models[0]
         if row not in self.compared or model in UNATTAINABLE:
             return []
-        of_role = []
+        role_findings = []
         for run in runs:
             for finding in findings(run, model=model):
                 sites = finding.sites
                 if role is not None:
-                    of_run = sites_of_role(run, role)
-                    sites = tuple(site for site in sites if site in of_run)
+                    role_sites = sites_of_role(run, role)
+                    sites = tuple(site for site in sites if site in role_sites)
                 if finding.kind != "still_rising" and (sites or not finding.sites):
-                    of_role.append(replace(finding, sites=sites))
-        lines = summed_up(of_role, len(runs))
+                    role_findings.append(replace(finding, sites=sites))
+        lines = summed_up(role_findings, len(runs))
         if is_rising(curve_of(runs, models[0])):
             lines.append("still rising")
         return lines
@@ -546,18 +548,18 @@ class StudyTables:
                 if difference is not None:
                     models[difference].append(model)
         judged = []
-        for line, of_line in models.items():
-            if line.row in self.compared and not set(of_line) <= set(UNATTAINABLE):
+        for line, equal_models in models.items():
+            if line.row in self.compared and not set(equal_models) <= set(UNATTAINABLE):
                 judged.append(line)
         adjusted: dict[Difference, float | None] = {}
         for role in self.roles:
             claim = [line for line in judged if line.role == role]
             adjusted |= zip(claim, holm([line.over_seeds.p for line in claim]), strict=True)
         rows = defaultdict(list)  # row and cells -> models
-        for line, of_line in models.items():
+        for line, equal_models in models.items():
             cells = (line.row, *line.cells(adjusted.get(line), line in adjusted))
-            rows[cells].extend(of_line)
-        return [[row, model_list(of_row), *cells] for (row, *cells), of_row in rows.items()]
+            rows[cells].extend(equal_models)
+        return [[row, model_list(row_models), *cells] for (row, *cells), row_models in rows.items()]
 
     def _results_key(self, row: str, model: str, role: str) -> str:
         """Equal for models of a row with the same values of all metrics at a role's sites."""
@@ -635,10 +637,10 @@ class StudyTables:
             cells: dict[int, dict[tuple[str, str], str]] = defaultdict(dict)  # of class and place
             for role in self.roles:
                 by_class = delong_by_class(first, (self.groups[row], "deployed"), role)
-                for (site, number), of_seeds in by_class.items():
-                    cells[number][role, site] = delong_text(of_seeds)
-            for number, of_class in sorted(cells.items()):
-                texts = [of_class.get(place, UNDEFINED) for place in places]
+                for (site, number), comparisons in by_class.items():
+                    cells[number][role, site] = delong_text(comparisons)
+            for number, texts_by_place in sorted(cells.items()):
+                texts = [texts_by_place.get(place, UNDEFINED) for place in places]
                 lines.append([f"{row} - {against}", names[number], *texts])
         return _unless_empty(lines, left=2)
 
@@ -693,12 +695,12 @@ class StudyTables:
         sites = all_sites(all_runs(self.groups))
         lines = [["method", "model of", *sites, "runs"]]
         for row, runs in self.groups.items():
-            of_owner = defaultdict(list)
+            metrics_by_owner = defaultdict(list)
             for run in runs:
                 for owner, by_site in run.get(CROSS_SITE, {}).items():
-                    of_owner[owner].append(by_site)
-            for owner, of_runs in sorted(of_owner.items()):
-                rows = pd.DataFrame(of_runs, columns=sites, dtype=float)
+                    metrics_by_owner[owner].append(by_site)
+            for owner, run_metrics in sorted(metrics_by_owner.items()):
+                rows = pd.DataFrame(run_metrics, columns=sites, dtype=float)
                 cells = {site: spread(self.metric, rows[site]) for site in sites}
                 if owner in cells:
                     cells[owner] = f"**{cells[owner]}**"
@@ -720,11 +722,11 @@ class StudyTables:
         sites = sorted(tested)
         headings = ["method", "balanced accuracy", *(f"{site} recognised" for site in sites)]
         lines = [[*headings, "answered by a personal model", "runs"]]
-        for row, of_runs in shares.items():
-            columns = pd.DataFrame(of_runs, columns=[*sites, _PERSONAL], dtype=float)
+        for row, run_shares in shares.items():
+            columns = pd.DataFrame(run_shares, columns=[*sites, _PERSONAL], dtype=float)
             cells = [spread("share", columns[sites].mean(axis=1))]
             cells += [spread("share", column) for _, column in columns.items()]
-            lines.append([row, *cells, str(len(of_runs))])
+            lines.append([row, *cells, str(len(run_shares))])
         return _unless_empty(lines, left=1)
 
     def routing(self) -> Table | None:
@@ -745,8 +747,8 @@ class StudyTables:
             by_site = self.values.xs((row, "outside", self.metric), level=level)
             by_seed = by_site.drop(ALL_SITES, level="site").stack(future_stack=True)
             moves = by_seed.unstack("model")[["mixture", "deployed"]].dropna()
-            for site, of_site in moves.groupby(level="site", sort=False):
-                lines.append([row, str(site), *_routing_cells(of_site, reverted)])
+            for site, site_moves in moves.groupby(level="site", sort=False):
+                lines.append([row, str(site), *_routing_cells(site_moves, reverted)])
             if len(moves):
                 lines.append([row, "all", *_routing_cells(moves, reverted)])
         return _unless_empty(lines, left=2)
@@ -870,9 +872,9 @@ def with_best_expert(run: Results, metric: str) -> Results:
     """
     for name in sites_of_role(run, "outside"):
         values = {}
-        for model, of_model in run["sites"][name]["metrics"].items():
-            if model.startswith("personal/") and of_model.get(metric) is not None:
-                values[model] = of_model[metric]
+        for model, model_metrics in run["sites"][name]["metrics"].items():
+            if model.startswith("personal/") and model_metrics.get(metric) is not None:
+                values[model] = model_metrics[metric]
         if len(values) >= 2:
             run = _with_best(run, name, BEST_EXPERT, values)
             difference = max(values.values()) - min(values.values())
@@ -911,7 +913,7 @@ def curve_of(runs: Sequence[Results], model: str) -> dict[int, float]:
     return {int(at): fmean(curve[at] for curve in curves) for at in rounds}
 
 
-def summed_up(of_runs: Sequence[Finding], runs: int) -> list[str]:
+def summed_up(run_findings: Sequence[Finding], runs: int) -> list[str]:
     """The findings of several runs in a few words, the gravest first: their sites, and in how many
     runs if not in all.
 
@@ -920,7 +922,7 @@ def summed_up(of_runs: Sequence[Finding], runs: int) -> list[str]:
     """
     lines = []
     for kind in KINDS:
-        same = [finding for finding in of_runs if finding.kind == kind]
+        same = [finding for finding in run_findings if finding.kind == kind]
         is_rare = 2 * len(same) < runs
         if not same or (is_rare and kind not in UNUSABLE):
             continue
@@ -957,9 +959,9 @@ def cautions(groups: Groups) -> list[str]:
     weightings = defaultdict(list)
     failed = []
     uniform = False
-    for row, of_label in groups.items():
-        method = of_label[0]["method"]
-        hyper = of_label[0]["configuration"]["hyper"]  # of all runs of the row
+    for row, row_runs in groups.items():
+        method = row_runs[0]["method"]
+        hyper = row_runs[0]["configuration"]["hyper"]  # of all runs of the row
         if method != CONSTANT:
             # PRR has no `reset_optimizer`: it always starts with a new optimizer.
             optimizers[bool(hyper["site"].get("reset_optimizer", True))].append(row)
@@ -967,7 +969,7 @@ def cautions(groups: Groups) -> list[str]:
             weightings[weighs_by_samples(hyper["server"])].append(row)
         if method == TRAINED_AS and hyper["server"].get("weighting") == "uniform":
             uniform = True
-        for run in of_label:
+        for run in row_runs:
             if run["reason"]:
                 failed.append(f"FAILED: {row}, seed {run['seed']}: {run['reason']}")
     lines = []
@@ -1000,16 +1002,16 @@ def cautions(groups: Groups) -> list[str]:
 
 def _other_code(groups: Groups) -> list[str]:
     """A line for each distribution, besides medflare, of which runs had different code."""
-    rows_by_code: defaultdict[str, dict[str, dict[str, None]]] = defaultdict(dict)
+    codes: defaultdict[str, dict[str, dict[str, None]]] = defaultdict(dict)
     for row, runs in groups.items():
         for run in runs:
             for name, code in run["versions"].items():
                 if name.endswith(CODE) and name != f"medflare{CODE}":
-                    rows_by_code[name].setdefault(code, {})[row] = None
+                    codes[name].setdefault(code, {})[row] = None
     lines = []
-    for name, of_code in rows_by_code.items():
-        if len(of_code) > 1:
-            rows = "; ".join(map(", ".join, of_code.values()))
+    for name, rows_by_code in codes.items():
+        if len(rows_by_code) > 1:
+            rows = "; ".join(map(", ".join, rows_by_code.values()))
             remedy = "run the older ones again with --rerun ROW"
             lines.append(f"Unequal: different {name} in {rows}: {remedy}.")
     return lines
