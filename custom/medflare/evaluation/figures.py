@@ -217,9 +217,9 @@ def roc_curves(curves: RocCurves, name: str) -> str | None:
     `name` is unique in its page; points are (1 - specificity, sensitivity).
     """
     panels = []
-    for title, of_class in curves.items():
-        lines = {line: points for line, (points, _) in of_class.items()}
-        notes = {line: f"{line}, AUC {area:.3f}" for line, (_, area) in of_class.items()}
+    for title, class_curves in curves.items():
+        lines = {line: points for line, (points, _) in class_curves.items()}
+        notes = {line: f"{line}, AUC {area:.3f}" for line, (_, area) in class_curves.items()}
         panels.append(Panel(title, lines, "1 - specificity", "sensitivity", notes=notes))
     return line_panels(panels, name, unit_square=True)
 
@@ -239,11 +239,11 @@ def patients_drawing(
     def draw(figure: "Figure") -> None:
         figure.set_layout_engine("constrained")
         axis = figure.subplots()
-        for row, (model, of_model) in enumerate(values.items()):
+        for row, (model, by_patient) in enumerate(values.items()):
             points = []
             heights = []
-            for number, patient in enumerate(sorted(of_model)):
-                points.append(of_model[patient])
+            for number, patient in enumerate(sorted(by_patient)):
+                points.append(by_patient[patient])
                 heights.append(row + 0.4 * ((number * _GOLDEN) % 1 - 0.5))
             axis.plot(
                 points,
@@ -264,7 +264,9 @@ def patients_drawing(
         if margin is not None:
             axis.axvspan(-margin, margin, color=INK, alpha=0.1, linewidth=0)
             axis.axvline(0, color=INK, alpha=0.4, linewidth=1, linestyle=":")
-        elif all(0 <= value <= 1 for of_model in values.values() for value in of_model.values()):
+        elif all(
+            0 <= value <= 1 for by_patient in values.values() for value in by_patient.values()
+        ):
             axis.set_xlim(-0.02, 1.02)  # small differences look small
         axis.set_xlabel(label)
         _plain_axis(axis, grid="x")

@@ -253,17 +253,17 @@ def _against_constant(name: str, site: Json, metric: str, model: str) -> Iterato
         return
     value = site["metrics"][model][metric]
     numbers = f"{metric_label(metric)} {format_metric(metric, value)}"
-    of_constant = f"the constant answer {format_metric(metric, site['constant'])}"
+    constant_text = f"the constant answer {format_metric(metric, site['constant'])}"
     if standing == "not better" and not is_at_chance(value, site["constant"]):
         auc = format_metric(_AUC, site["metrics"][model][_AUC])
         yield _Note("at_chance", name, f"{metric_label(_AUC)} {auc}, like a guess")
     elif standing == "not better":
         comparison = "below" if value < site["constant"] else "like"
-        yield _Note("at_chance", name, f"{numbers}, {comparison} {of_constant}")
+        yield _Note("at_chance", name, f"{numbers}, {comparison} {constant_text}")
     else:
         low, high = site["intervals"][model][metric]
         interval = f"{format_metric(metric, low)} to {format_metric(metric, high)}"
-        yield _Note("indistinct", name, f"{numbers} ({interval}), {of_constant}")
+        yield _Note("indistinct", name, f"{numbers} ({interval}), {constant_text}")
 
 
 def _of_structures(name: str, site: Json, model: str) -> Iterator[_Note]:
@@ -363,16 +363,16 @@ def is_rising(curve: Mapping[int, float]) -> bool:
     return bool(slope * (late[-1] - late[0]) > RISING and slope > 2 * error)
 
 
-def mean_curve(of_sites: Iterable[Curve]) -> Curve:
+def mean_curve(site_curves: Iterable[Curve]) -> Curve:
     """The mean over the sites that have a value after the last round, at the rounds where all of
     them have one.
 
     So a site that is missing in some rounds does not look like progress.
 
     Args:
-        of_sites: the curve of each site, or its points (rounds of training, value).
+        site_curves: the curve of each site, or its points (rounds of training, value).
     """
-    curves = [dict(points) for points in of_sites]
+    curves = [dict(points) for points in site_curves]
     last = max(chain.from_iterable(curves), default=0)
     compared = [curve for curve in curves if last in curve]
     if not compared:

@@ -52,11 +52,11 @@ def group_rows(
         if group in suppressed:
             rows.append(GroupRow(group, None))
             continue
-        of_group = _cases_of(cases, by_group[group])
-        everybody = np.ones(len(of_group.patients))
-        values = values_of(of_group, [task.metric], task, everybody)
+        group_cases = _cases_of(cases, by_group[group])
+        everybody = np.ones(len(group_cases.patients))
+        values = values_of(group_cases, [task.metric], task, everybody)
         value = finite_or_none(float(values[ALL][task.metric]))
-        intervals = intervals_of(of_group, [task.metric], task)
+        intervals = intervals_of(group_cases, [task.metric], task)
         interval = intervals.get(ALL, {}).get(task.metric)
         rows.append(GroupRow(group, patients, value, interval))
     return rows

@@ -226,12 +226,14 @@ def model_columns(results: Json) -> dict[str, str]:
     """
     metrics = defaultdict(list)  # model -> its metrics at every site
     for site in results["sites"].values():
-        for model, of_site in site["metrics"].items():
-            metrics[model].append(of_site)
+        for model, site_metrics in site["metrics"].items():
+            metrics[model].append(site_metrics)
     groups: list[list[str]] = []
-    for model, of_sites in metrics.items():
-        defined = any(value is not None for of_site in of_sites for value in of_site.values())
-        equal = [group for group in groups if metrics[group[0]] == of_sites]
+    for model, metrics_by_site in metrics.items():
+        defined = any(
+            value is not None for site_metrics in metrics_by_site for value in site_metrics.values()
+        )
+        equal = [group for group in groups if metrics[group[0]] == metrics_by_site]
         if defined and equal:
             equal[0].append(model)
         else:

@@ -156,8 +156,8 @@ def _mean_constants(sites: Json) -> dict[str, float | None]:
     """Role -> mean of the constant answer over its sites that have one; empty if no site has it."""
     means = {}
     for role in ROLES:
-        of_role = [site.get("constant") for site in sites.values() if site["role"] == role]
-        means[role] = defined_mean(of_role)
+        constants = [site.get("constant") for site in sites.values() if site["role"] == role]
+        means[role] = defined_mean(constants)
     if means == dict.fromkeys(ROLES):
         return {}
     return means
@@ -182,10 +182,10 @@ def _tiles(results: Json) -> list[tuple[str, str, str]]:
             mean = results["mean"][role]["deployed"][metric]
             if mean is None:
                 continue
-            of_role = [site["metrics"]["deployed"] for site in sites if site["role"] == role]
-            defined = sum(values[metric] is not None for values in of_role)
-            some = f"{defined} of " if defined < len(of_role) else ""
-            measured = text.with_number(len(of_role), f"{role} site")
+            site_metrics = [site["metrics"]["deployed"] for site in sites if site["role"] == role]
+            defined = sum(values[metric] is not None for values in site_metrics)
+            some = f"{defined} of " if defined < len(site_metrics) else ""
+            measured = text.with_number(len(site_metrics), f"{role} site")
             where = f"mean over {some}{measured}, deployed model"
             heading = f"{text.metric_label(metric)}, {role}"
             tiles.append((heading, text.format_metric(metric, mean), where))
@@ -281,10 +281,10 @@ def class_tables(results: Json) -> list[Json]:
                 counts = report["confusion"][number]
                 single.append((f"{site}{suffix}", labels, counts))
                 by_role[sites[site]["role"]].append(counts)
-            for role, of_sites in by_role.items():
-                if len(of_sites) > 1:
-                    title = f"{len(of_sites)} {role} sites together{suffix}"
-                    pooled.append((title, labels, np.sum(of_sites, axis=0).tolist()))
+            for role, confusions in by_role.items():
+                if len(confusions) > 1:
+                    title = f"{len(confusions)} {role} sites together{suffix}"
+                    pooled.append((title, labels, np.sum(confusions, axis=0).tolist()))
         table = {"model": heading, "pooled": pooled, "single": single, "curves": curves}
         tables.append(table | _roc_parts(reports, curves))
     return sorted(tables, key=lambda table: "deployed" not in table["model"].split(" = "))
@@ -356,21 +356,21 @@ def render_site_report(report: SiteReport) -> str:
     values = {}
     means = {}
     for heading, model in columns.items():
-        of_patients = patient_values(models[model].cases, task)
-        if of_patients:
-            values[heading] = of_patients
-            by_name = [of_patients[name] for name in sorted(of_patients)]
+        by_patient = patient_values(models[model].cases, task)
+        if by_patient:
+            values[heading] = by_patient
+            by_name = [by_patient[name] for name in sorted(by_patient)]
             means[heading] = mean_interval(by_name, "bootstrap over patients", RESAMPLES)
     plot = None
     if values:
         plot = patients_drawing(values, means, value_label(task)).svg("patients")
     deployed = models.get("deployed", Summary({})).cases
-    of_deployed = patient_values(deployed, task)
+    deployed_values = patient_values(deployed, task)
     lowest = []
-    for name in sorted(of_deployed, key=lambda name: (of_deployed[name], name))[:_LISTED]:
+    for name in sorted(deployed_values, key=lambda name: (deployed_values[name], name))[:_LISTED]:
         row = [name]
-        for of_patients in values.values():
-            row.append(text.format_metric("", of_patients.get(name)))
+        for by_patient in values.values():
+            row.append(text.format_metric("", by_patient.get(name)))
         lowest.append(row)
     return template("site.html").render(
         report=report,
@@ -424,8 +424,8 @@ def _structure_colours(task: TaskConfig) -> list[tuple[str, str, str]]:
 def _values_of_few(values: Json) -> dict[str, str]:
     """Metric -> the value of each patient, for metrics with too few values for an interval."""
     texts = {}
-    for metric, of_patients in values.items():
-        defined = [value for value in of_patients.tolist() if value == value]
+    for metric, by_patient in values.items():
+        defined = [value for value in by_patient.tolist() if value == value]
         if not classes.has_interval(len(defined)):
             texts[metric] = text.format_values(metric, defined)
     return texts
@@ -488,9 +488,9 @@ def patient_values(cases: classes.Cases, task: TaskConfig) -> dict[str, float]:
         return {name: float(value) for name, value in pairs if value == value}
     if cases.outputs is None:
         return {}
-    of_truth = classes.of_truth(*cases.outputs, task.target)
+    probabilities = classes.of_truth(*cases.outputs, task.target)
     names, rows = np.unique(np.array(cases.patients), return_inverse=True)
-    means = np.bincount(rows, of_truth.mean(axis=1)) / np.bincount(rows)
+    means = np.bincount(rows, probabilities.mean(axis=1)) / np.bincount(rows)
     return dict(zip(names.tolist(), means.tolist(), strict=True))
 
 

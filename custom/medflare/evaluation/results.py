@@ -184,8 +184,8 @@ def versions_of_run(method: str, task: TaskConfig | None, settings: Json) -> dic
     rule or adaptation one of its settings, by algorithm, names.
     """
     names = set(method.split("+"))
-    for of_algorithm in settings.values():
-        values = filter(None, map(str, of_algorithm.values()))
+    for algorithm_settings in settings.values():
+        values = filter(None, map(str, algorithm_settings.values()))
         names.update(value.partition(":")[0] for value in values)
     modules = {"medflare"}
     if task is not None:
@@ -207,8 +207,8 @@ def site_results(
     metrics = task.test_metrics if task else ()
     values = {}
     for model in models:
-        of_model = site.metrics.get(model, {})
-        values[model] = {metric: of_model.get(metric) for metric in metrics}
+        model_metrics = site.metrics.get(model, {})
+        values[model] = {metric: model_metrics.get(metric) for metric in metrics}
         values[model] |= _of_labels(site.by_label.get(model, {}), task)
     intervals = {}
     for model, content in site.intervals.items():
@@ -241,14 +241,14 @@ def _of_labels(content: Mapping[str, Json], task: TaskConfig | None) -> Json:
     """The metrics of the task's labels under "structures" or "classes"; without any, nothing."""
     if task is None:
         return {}
-    of_label = {}
+    by_label = {}
     for label in task.labels:
         if label in content:
             values = content[label].items()
-            of_label[label] = {metric: value for metric, value in values if value != []}
-    if not any(of_label.values()):
+            by_label[label] = {metric: value for metric, value in values if value != []}
+    if not any(by_label.values()):
         return {}
-    return {STRUCTURES if task.kind == "segmentation" else CLASSES: of_label}
+    return {STRUCTURES if task.kind == "segmentation" else CLASSES: by_label}
 
 
 def shares(samples: Mapping[str, float]) -> dict[str, float]:
@@ -286,11 +286,11 @@ def mean_over_sites(sites: Json, shape: Mapping[str, Iterable[str]]) -> Json:
     means: dict[str, JsonDict] = {}
     for role in ROLES:
         means[role] = {}
-        of_sites = [site["metrics"] for site in sites.values() if site["role"] == role]
+        metrics_by_site = [site["metrics"] for site in sites.values() if site["role"] == role]
         for model, metrics in shape.items():
-            of_model = means[role].setdefault(model, {})
+            model_means = means[role].setdefault(model, {})
             for metric in metrics:
-                of_model[metric] = defined_mean(site[model][metric] for site in of_sites)
+                model_means[metric] = defined_mean(site[model][metric] for site in metrics_by_site)
     return means
 
 
