@@ -39,13 +39,13 @@ def summary_table(study: StudyTables, target: float | None = None) -> pd.DataFra
     Args:
         target: of the validation metric; default: see `default_target`. The column's name says it.
     """
-    reached = "rounds_to_target"
+    rounds_column = "rounds_to_target"
     if target is None:
         target, source = default_target(study)
     else:
         source = "set"
     if target is not None:
-        reached = f"rounds_to_{study.metric}_{target:.3f} ({source})"
+        rounds_column = f"rounds_to_{study.metric}_{target:.3f} ({source})"
     runs = [run for run in _completed(all_runs(study.groups)) if run["method"] != CONSTANT]
     has_processor = all(run["seconds"].get(PROCESSOR) is not None for run in runs)
     stage = PROCESSOR if has_processor else "total"
@@ -63,7 +63,7 @@ def summary_table(study: StudyTables, target: float | None = None) -> pd.DataFra
         line["rounds"] = _joined(distinct(row_runs, "rounds"))
         curve = curve_of(row_runs, "deployed")
         enough = [round for round in curve if target is not None and curve[round] >= target]
-        line[reached] = min(enough, default=None)
+        line[rounds_column] = min(enough, default=None)
         line["selection"] = _joined(set(map(selection, row_runs)))
         lines.append(line | _versions(row_runs))
     return pd.DataFrame(lines)

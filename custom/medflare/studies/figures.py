@@ -30,8 +30,8 @@ def learning_curves(groups: Groups) -> Drawing | None:
     if not lines:
         return None
     metric = task_of(groups)["metric"]
-    words = f"validation {metric_label(metric)}"
-    panel = Panel("", lines, "rounds of training", words, bounds=unit_bounds(metric))
+    axis_label = f"validation {metric_label(metric)}"
+    panel = Panel("", lines, "rounds of training", axis_label, bounds=unit_bounds(metric))
     return line_drawing(panel, sorted(lines))
 
 
@@ -67,8 +67,8 @@ def differences_drawing(study: StudyTables) -> Drawing | None:
     if not points:
         return None
     metric = study.first_metric
-    words = f"{metric_label(metric)}, row minus {against}"
-    return patients_drawing(points, intervals, words, margin=marked_range(metric))
+    axis_label = f"{metric_label(metric)}, row minus {against}"
+    return patients_drawing(points, intervals, axis_label, margin=marked_range(metric))
 
 
 def marked_range(metric: str) -> float:
@@ -81,10 +81,10 @@ def ranks_drawing(ranks: pd.DataFrame, critical: float) -> Drawing:
     critical difference, overlap where mean ranks do not differ by it.
     """
     means = ranks.mean().sort_values()
-    half = critical / 2
-    bars = {row: (mean - half, mean + half) for row, mean in means.items()}
-    words = f"rank, 1 is best; critical difference {critical:.2f}"
-    return patients_drawing(ranks[means.index].to_dict(), bars, words)
+    half_width = critical / 2
+    bars = {row: (mean - half_width, mean + half_width) for row, mean in means.items()}
+    axis_label = f"rank, 1 is best; critical difference {critical:.2f}"
+    return patients_drawing(ranks[means.index].to_dict(), bars, axis_label)
 
 
 def write_figures(folder: Path, study: StudyTables) -> list[Path]:

@@ -25,11 +25,11 @@ def latex_tables(study: StudyTables) -> str:
     means: _Columns = {}
     tables = {"means over sites": means}
     for metric in study.metrics:
-        words = metric_label(metric)
+        heading = metric_label(metric)
         for role, site in study.places:
-            tables.setdefault(words, {})[f"{site or 'mean'}, {role}"] = (metric, role, site)
+            tables.setdefault(heading, {})[f"{site or 'mean'}, {role}"] = (metric, role, site)
             if site == ALL_SITES:
-                means[f"{words}, {role}"] = (metric, role, site)
+                means[f"{heading}, {role}"] = (metric, role, site)
     parts = ["% needs \\usepackage{booktabs}; mean ± standard deviation over seeds\n"]
     for title, columns in tables.items():
         parts.append(f"% {title}\n{_table(study, columns)}")

@@ -143,9 +143,9 @@ def compare(first: ArrayLike, second: ArrayLike, split_ratio: float = 0.0) -> Co
 
 def _tested(difference: float, error: float, distribution: Any, n: int) -> Comparison:
     """With interval and p, where difference / error has this distribution if there is none."""
-    half = distribution.ppf(1 - LEVEL / 2) * error
+    half_width = distribution.ppf(1 - LEVEL / 2) * error
     p = 2 * distribution.sf(abs(difference) / error)
-    return Comparison(difference, (difference - half, difference + half), p, n, error)
+    return Comparison(difference, (difference - half_width, difference + half_width), p, n, error)
 
 
 def standard_error(differences: Sequence[float] | Floats, split_ratio: float) -> float:

@@ -1,5 +1,5 @@
-"""Studies: rows side by side over seeds and left-out sites. Completed runs are kept, so a study can
-be interrupted and extended.
+"""Studies: rows side by side over seeds and left-out sites. Completed runs are saved, so a study
+can be interrupted and extended.
 
     OUT/table.md
     OUT/study.zip
@@ -111,7 +111,7 @@ def write_run(out: Path, name: str, results: Results) -> None:
 
 
 def read_runs(out: Path) -> dict[str, JsonDict]:
-    """Name -> results of all runs, with their scores if they were kept; empty without a file.
+    """Name -> results of all runs, with their scores if they were saved; empty without a file.
 
     Raises StateError if it is damaged.
     """
@@ -370,9 +370,9 @@ def _missing(
     repeated: Container[str],
     say: Say,
 ) -> list[_Job]:
-    """The jobs without a kept run, and all jobs of repeated rows, also with other seeds.
+    """The jobs without a saved run, and all jobs of repeated rows, also with other seeds.
 
-    StateError: a kept run had other settings, or its row other code; `say` gets a warning of other
+    StateError: a saved run had other settings, or its row other code; `say` gets a warning of other
     code of medflare.
     """
     earlier = read_runs(out)
@@ -420,7 +420,7 @@ def _other_jobs(
 
 
 def _other_code(job: _Job, run: Results) -> dict[str, str]:
-    """Version or code -> how that of a kept run differs from that here; empty for a run of an
+    """Version or code -> how that of a saved run differs from that here; empty for a run of an
     earlier version of medflare, which does not record code.
     """
     before = run["versions"]
@@ -440,7 +440,7 @@ def _is_complete(run: Results, setting: Setting) -> bool:
 
 
 def _check_same(out: Path, job: _Job, run: Results) -> None:
-    """Raise StateError if a kept run had other settings; a setting that it does not record is not
+    """Raise StateError if a saved run had other settings; a setting that it does not record is not
     compared.
     """
     configuration = run["configuration"]

@@ -166,8 +166,8 @@ def beside_the_paper(suite: Suite, groups: Groups) -> str:
         return text
 
     def ours(paper_row: str, row: str, model: str) -> list[str]:
-        of = row if model == settings.model else f"{row}, {model}"
-        return [paper_row, of, *(cell(row, model, column) for column in suite.columns)]
+        source = row if model == settings.model else f"{row}, {model}"
+        return [paper_row, source, *(cell(row, model, column) for column in suite.columns)]
 
     lines = [["row", "of", *suite.columns]]
     for paper_row, numbers in suite.numbers.items():

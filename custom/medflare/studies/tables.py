@@ -281,10 +281,9 @@ class StudyTables:
         for role, site_names in sites.items():
             self.places += [(role, site) for site in (*sorted(site_names), ALL_SITES)]
         # The rows that are compared with each other.
-        self.compared = []
-        for row, row_runs in groups.items():
-            if row_runs[0]["method"] not in (CONSTANT, PARTICIPATING):
-                self.compared.append(row)
+        self.compared = [
+            row for row in groups if groups[row][0]["method"] not in (CONSTANT, PARTICIPATING)
+        ]
         self.split_ratio = split_ratio(runs)
         self.draws_images = draws_images(self.task.get("embedded", ""))
         # The same for all rows.
@@ -570,7 +569,9 @@ class StudyTables:
         return str(self.values.reindex(keys).to_numpy().tolist())
 
     def sites_of(self, role: str) -> list[str]:
-        return [site for of, site in self.places if of == role and site != ALL_SITES]
+        return [
+            site for place_role, site in self.places if place_role == role and site != ALL_SITES
+        ]
 
     def by_site(self, row: str, model: str, role: str, metric: str) -> pd.DataFrame:
         """The values of a model: a row per site of the role, a column per seed."""
@@ -967,8 +968,7 @@ def cautions(groups: Groups) -> list[str]:
             optimizers[bool(hyper["site"].get("reset_optimizer", True))].append(row)
         if method not in (CONSTANT, SINGLE_SITE, CENTRALISED):
             weightings[weighs_by_samples(hyper["server"])].append(row)
-        if method == TRAINED_AS and hyper["server"].get("weighting") == "uniform":
-            uniform = True
+        uniform |= method == TRAINED_AS and hyper["server"].get("weighting") == "uniform"
         for run in row_runs:
             if run["reason"]:
                 failed.append(f"FAILED: {row}, seed {run['seed']}: {run['reason']}")
