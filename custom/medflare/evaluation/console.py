@@ -44,13 +44,13 @@ def print_results(results: Json, stream: IO[str]) -> None:
     colour.
     """
     sentence = level_sentence(results)
-    found = findings_of(results)
+    run_findings = findings_of(results)
     if not installed("rich"):
         title = f"{results['method']} on {results['task']}: {text.outcome(results)}"
         stream.write(f"{title}; see {RESULTS_FILE} and {REPORT_FILE}\n")
         if sentence:
             stream.write(f"{sentence}\n")
-        for finding in found:
+        for finding in run_findings:
             stream.write(f"WARNING {finding.line}\n")
         return
     from rich.console import Console
@@ -75,7 +75,7 @@ def print_results(results: Json, stream: IO[str]) -> None:
             groups.append([])
         groups[-1].append(metric)
     summary = Text("\n".join(_summary(results)))
-    usable = all(finding.kind not in UNUSABLE for finding in found)
+    usable = all(finding.kind not in UNUSABLE for finding in run_findings)
     summary.highlight_words([COMPLETED], "bold green" if usable else "bold yellow")
     summary.highlight_words([FAILED], "bold red")
     console.print(summary, *(_metrics_table(results, metrics) for metrics in groups), sep="\n")
@@ -87,7 +87,7 @@ def print_results(results: Json, stream: IO[str]) -> None:
         console.print(_method_table(title, rows))
     if sentence:
         console.print(Text(sentence))
-    for finding in found:
+    for finding in run_findings:
         console.print(Text(f"WARNING {finding.line}", "bold yellow"))
 
 

@@ -206,8 +206,8 @@ def unit_bounds(metric: str) -> tuple[float, float] | None:
         >>> unit_bounds("dice"), unit_bounds("hd95")
         ((0.0, 1.0), None)
     """
-    known = metric_table().get(metric)
-    if known is None or known.bounds[1] != 1:
+    entry = metric_table().get(metric)
+    if entry is None or entry.bounds[1] != 1:
         return None
     return (0.0, 1.0)
 

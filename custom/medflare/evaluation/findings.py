@@ -455,9 +455,9 @@ def level_sentence(results: Json) -> str:
         sites = sum(map(len, standings.values()))
         better = len(standings["better"])
         parts.append(f"better at {better} of {sites} sites (the whole interval is above it)")
-    for standing, words in _STANDINGS.items():
+    for standing, phrase in _STANDINGS.items():
         if standing in standings:
-            parts.append(f"{words} at {', '.join(standings[standing])}")
+            parts.append(f"{phrase} at {', '.join(standings[standing])}")
     return f"{start}: {'; '.join(parts)}."
 
 

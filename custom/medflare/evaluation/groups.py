@@ -53,8 +53,8 @@ def group_rows(
             rows.append(GroupRow(group, None))
             continue
         group_cases = _cases_of(cases, by_group[group])
-        everybody = np.ones(len(group_cases.patients))
-        values = values_of(group_cases, [task.metric], task, everybody)
+        weights = np.ones(len(group_cases.patients))
+        values = values_of(group_cases, [task.metric], task, weights)
         value = finite_or_none(float(values[ALL][task.metric]))
         intervals = intervals_of(group_cases, [task.metric], task)
         interval = intervals.get(ALL, {}).get(task.metric)

@@ -26,16 +26,16 @@ _Tables = dict[str, Mapping[str, Json]]  # title -> site -> column -> cell
 
 def metric_label(metric: str) -> str:
     """The metric's name in words."""
-    known = metric_table().get(metric)
-    if known is not None:
-        return known.words
+    entry = metric_table().get(metric)
+    if entry is not None:
+        return entry.words
     return _WORDS.get(metric, metric.replace("_", " "))
 
 
 def lower_is_better(metric: str) -> bool:
     """True for distances and errors."""
-    known = metric_table().get(metric)
-    return known is not None and known.lower_is_better
+    entry = metric_table().get(metric)
+    return entry is not None and entry.lower_is_better
 
 
 def format_metric(metric: str, value: float | None, interval: Sequence[float] | None = None) -> str:
@@ -50,8 +50,8 @@ def format_metric(metric: str, value: float | None, interval: Sequence[float] | 
     """
     if value is None:
         return UNDEFINED
-    known = metric_table().get(metric)
-    digits = known.digits if known else 3
+    entry = metric_table().get(metric)
+    digits = entry.digits if entry else 3
     number = f"{value:.{digits}f}"
     if not interval:
         return number
