@@ -354,8 +354,8 @@ def test_a_site_delivers_its_best_state_or_the_last_one() -> None:
         None,
     )
     best.propose(0.5, 2, {"w": torch.tensor(2.0)})
-    state, behind = best.chosen("median", last, 3)
-    assert state["w"] == 2 and behind == 2
+    state, rounds_trained = best.chosen("median", last, 3)
+    assert state["w"] == 2 and rounds_trained == 2
     assert best.chosen("last", last, 3) == (last, 3)
 
 

@@ -39,14 +39,14 @@ class PersonalModel(Best):
         self.add(value, round, state)
         return value
 
-    def add(self, value: float | None, round: int, state: StateDict) -> None:
-        """A candidate with its validation metric and the rounds of training behind it.
+    def add(self, value: float | None, rounds_trained: int, state: StateDict) -> None:
+        """A candidate with its validation metric.
 
         By the rule "last" the metric does not count.
         """
         if self._rule == "last":
             value = None
-        self.propose(value, round, state)
+        self.propose(value, rounds_trained, state)
 
     def add_trained(self, round: int, state: StateDict, reply: Message) -> None:
         """A candidate that this round has trained; its metric enters the reply."""
@@ -54,9 +54,9 @@ class PersonalModel(Best):
         reply[VALIDATION]["personal"] = value
         self.add(value, round + 1, state)
 
-    def final(self, last: StateDict, rounds: int | None = None) -> Message:
-        """The selected model; by the rule "last" `last`, with `rounds` of training behind it."""
-        return trained_model(*self.chosen(self._rule, last, rounds))
+    def final(self, last: StateDict, rounds_trained: int | None = None) -> Message:
+        """The selected model; by the rule "last" `last`, with its `rounds_trained`."""
+        return trained_model(*self.chosen(self._rule, last, rounds_trained))
 
     def best(self) -> Message | None:
         """The best candidate; None without any."""

@@ -146,7 +146,7 @@ class FedAvgServer(ServerAlgorithm[G]):
 
     @property
     def selected(self) -> tuple[StateDict, int]:
-        """The final model, of the best or of the last round, and its rounds of training."""
+        """The final model, of the best or of the last round, and its number of rounds trained."""
         best = self.best.state if "global" in self.model_selectors() else None
         if best is None:
             return self.model, self.context.rounds
@@ -159,12 +159,11 @@ class FedAvgServer(ServerAlgorithm[G]):
         return {"global": self.best}
 
     def configure_final(self, site: str) -> Message:
-        model, round = self.selected
-        return Message.of({MODEL: model, SELECTED_ROUND: round})
+        model, rounds_trained = self.selected
+        return Message.of({MODEL: model, SELECTED_ROUND: rounds_trained})
 
     def models(self) -> FinalModels:
         """The selected global model as "global", if the server has all of it."""
         if self.partial and "whole" not in self.memory.meta:
             return {}
-        model, round = self.selected
-        return {"global": trained_model(model, round)}
+        return {"global": trained_model(*self.selected)}

@@ -82,10 +82,10 @@ class FedAvgHyper(PrivacyHyper, FedAvgSiteHyper):
 F = TypeVar("F", bound=FedAvgSiteHyper)
 
 
-def trained_model(state: StateDict, round: int | None) -> Message:
-    """A final model: a network's weights and its rounds of training, None if unknown."""
+def trained_model(state: StateDict, rounds_trained: int | None) -> Message:
+    """A final model: a network's weights and its number of rounds trained, None if unknown."""
     model = plain_message(state)
-    model[SELECTED_ROUND] = round
+    model[SELECTED_ROUND] = rounds_trained
     return model
 
 

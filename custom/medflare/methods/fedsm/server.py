@@ -182,9 +182,9 @@ class SuperModelServer(FedAvgServer[V]):
         models = super().models()
         whole = self.configure_final(self.context.sites[0])
         rounds = whole.get(ROUNDS) or dict.fromkeys(self.context.sites, self.context.rounds)
-        for site, round in rounds.items():
+        for site, rounds_trained in rounds.items():
             personal = PERSONALS.member(site)
-            models[personal.name] = trained_model(whole[personal], round)
+            models[personal.name] = trained_model(whole[personal], rounds_trained)
         kind = self.site_algorithm.kind
         models["deployed"] = Message(whole.states, {**whole.meta, "kind": kind})
         return models

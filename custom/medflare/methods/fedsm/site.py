@@ -153,8 +153,8 @@ class SuperModelSite(SitePersonal[F]):
         personal = PERSONALS.member(self.site.name)
         if personal in incoming:
             rounds = incoming.get(ROUNDS) or {}
-            round = rounds.get(self.site.name, incoming.get(SELECTED_ROUND))
-            models["personal"] = trained_model(incoming[personal], round)
+            rounds_trained = rounds.get(self.site.name, incoming.get(SELECTED_ROUND))
+            models["personal"] = trained_model(incoming[personal], rounds_trained)
         models["deployed"] = Message(incoming.states, {**incoming.meta, "kind": self.kind})
         return models
 

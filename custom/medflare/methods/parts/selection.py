@@ -56,7 +56,7 @@ class Best:
 
     @property
     def round(self) -> int | None:
-        """The number of rounds of training behind the state."""
+        """The number of rounds trained, of the state."""
         return self._meta.get("round")
 
     @property
@@ -65,24 +65,30 @@ class Best:
         return self._meta.get("value")
 
     def chosen(
-        self, selection: Selection, last: StateDict, behind: int | None = None
+        self, selection: Selection, last: StateDict, rounds_trained: int | None = None
     ) -> tuple[StateDict, int | None]:
-        """The state that a site delivers and the rounds of training behind it: the best one, or
-        `last` with its `behind`.
+        """The state that a site delivers, and its number of rounds trained: the best one, or `last`
+        with its `rounds_trained`.
 
         The last state is delivered by the selection "last", and before the first candidate.
         """
         if selection == "last" or self.state is None:
-            return last, behind
+            return last, rounds_trained
         return self.state, self.round
 
-    def propose(self, value: float | None, round: int, state: StateDict, mean: float = 0.0) -> None:
-        """Keeps a copy of a candidate if its metric is at least as good (None: undefined); the
-        untrained model of round 0 is no candidate.
+    def propose(
+        self, value: float | None, rounds_trained: int, state: StateDict, mean: float = 0.0
+    ) -> None:
+        """Keeps a copy of a candidate if its metric is at least as good (None: undefined); an
+        untrained model is no candidate.
 
         Of equal metrics, the one with the better `mean` is kept.
+
+        Args:
+            rounds_trained: of the candidate. For a model that comes at the start of a round this is
+                the round's index.
         """
-        if round == 0:
+        if rounds_trained == 0:
             return
         if self.value is None:  # so far, no candidate has a metric
             replaces = True
@@ -90,7 +96,7 @@ class Best:
             best = (self.value, self._meta["mean"])
             replaces = value is not None and (value, mean) >= best
         if replaces:
-            self._memory.meta[self._name] = {"value": value, "round": round, "mean": mean}
+            self._memory.meta[self._name] = {"value": value, "round": rounds_trained, "mean": mean}
             self._memory.states[self._name] = copy_state(state)
 
 
@@ -114,9 +120,9 @@ class ModelSelector(Best):
         self._record_key = f"{name}/votes"
 
     def update(
-        self, replies: Mapping[str, Message], role: str, round: int, state: StateDict
+        self, replies: Mapping[str, Message], role: str, rounds_trained: int, state: StateDict
     ) -> None:
-        """Proposes a candidate with the sites' combined metric; round and state as for `propose`.
+        """Proposes a candidate with the sites' combined metric, see `propose`.
 
         Args:
             replies: site -> reply with the meta "validation" and "n_samples"; sites with an
@@ -138,15 +144,15 @@ class ModelSelector(Best):
                 if candidate["round"] == self.round:
                     combined = paired_score(metrics, candidate["votes"], self.value)
                     break
-        self.propose(combined, round, state, mean)
-        if round > 0:
+        self.propose(combined, rounds_trained, state, mean)
+        if rounds_trained > 0:
             record = self._memory.meta.setdefault(self._record_key, [])
-            record.append({"round": round, "value": combined, "votes": metrics})
+            record.append({"round": rounds_trained, "value": combined, "votes": metrics})
 
     @property
     def record(self) -> list[dict[str, Any]]:
-        """{"round": of training behind the candidate, "value": combined metric, "votes": site ->
-        metric} of every candidate.
+        """{"round": rounds trained, "value": combined metric, "votes": site -> metric} of every
+        candidate.
         """
         return list(self._memory.meta.get(self._record_key, []))
 
