@@ -293,7 +293,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
             last["personal"] = self.personal
         rule = self.plan.server_hyper.selection
         best = self.best.items()
-        return {role: trained_model(*kept.chosen(rule, last[role])) for role, kept in best}
+        return {role: trained_model(*saved.chosen(rule, last[role])) for role, saved in best}
 
     @phase(request=(DEPUTY, MODEL))  # an outside site's model is whole
     def finalize(self, incoming: Message) -> FinalModels:
@@ -307,11 +307,11 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         models = self._delivered(incoming)
         if not self.hyper.det:
             return {**models, "deployed": models["personal"]}
-        reached = {
+        metrics = {
             role: self.validation(self.network(role, model[MODEL]))
             for role, model in models.items()
         }
-        role = better_model(reached["personal"], reached["global"])
-        choice = {"keep": "best", "model": role, "validation": reached}
+        role = better_model(metrics["personal"], metrics["global"])
+        choice = {"keep": "best", "model": role, "validation": metrics}
         deployed = Message(models[role].states, {**models[role].meta, KEPT: choice})
         return {**models, "deployed": deployed}
