@@ -75,8 +75,8 @@ def runs_in(folders: list[Path]) -> Iterator[Path]:
 def freeable(run: Path) -> tuple[str, dict[str, list[Path]]]:
     """The status of a run, and what can be deleted: what it is -> files or folders."""
     from medflare.evaluation.results import COMPLETED, RESULTS_FILE, load_results
-    from medflare.federation.local.loop import STATE
     from medflare.federation.run import SITES_FOLDER
+    from medflare.federation.settings import STATE
 
     file = run / RESULTS_FILE
     status = load_results(file)["status"] if file.is_file() else "without results"

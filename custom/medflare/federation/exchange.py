@@ -74,7 +74,7 @@ class Transport:
         missing = Answer(None, f"no answer to {step_name(step.phase, step.round)}", "missing")
         valid = {}
         for site in sorted(outgoing):
-            answer = _well_formed(answers.get(site, missing), site, step.phase)
+            answer = _checked(answers.get(site, missing), site, step.phase)
             cost = self.outcome.costs.setdefault(site, SiteCost())
             cost.down_bytes += outgoing[site].nbytes
             if answer.message is not None:
@@ -95,7 +95,7 @@ def with_step_number(message: Message, index: int, rounds: int) -> Message:
     return request
 
 
-def _well_formed(answer: Answer, site: str, phase: str) -> Answer:
+def _checked(answer: Answer, site: str, phase: str) -> Answer:
     """The answer, or its problem.
 
     `update_validation.updates` checks what the phases of a method declare.

@@ -14,6 +14,7 @@ ENROL = "enrol"
 FINALIZE = "finalize"
 CROSS_SITE = "cross_site"
 BUILTIN_PHASES = (ENROL, FINALIZE, CROSS_SITE)  # of every run, whatever the method
+STATE = "state"  # folder in a site's folder: its state between two steps
 # Bytes of JSON in a message: enough for counts and metrics, not for a model.
 META_LIMIT = 65_536
 Seconds = NonNegativeFloat

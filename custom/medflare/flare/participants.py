@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass
 from medflare.core.errors import ConfigError, MedflareError
 from medflare.core.text import Json
 from medflare.data.local import CACHE, FOLDER, PLACE, local_settings, read_local
+from medflare.federation.settings import STATE
 from medflare.flare.components import foreign_method_module
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ DEVICES = "CUDA_VISIBLE_DEVICES"  # the simulator sets it for each site's proces
 # Folder beside local/medflare.json: the privacy budget that the site's jobs have spent, and the
 # record of each data folder.
 _LEDGER = "privacy"
-_STATE = "state"  # folder of the participant's state, in the site's folder of the job
 _log = logging.getLogger(__name__)
 
 
@@ -65,7 +65,7 @@ class ParticipantSpec:
     @property
     def state_folder(self) -> Path:
         """Where the participant's state is stored between tasks."""
-        return self.folder / _STATE
+        return self.folder / STATE
 
     @property
     def _in_container(self) -> bool:
@@ -92,7 +92,7 @@ class ParticipantSpec:
         from medflare.training.opening import check_task_bounds, open_site
 
         if self.resumed:
-            self._resume(self.resumed / _STATE)
+            self._resume(self.resumed / STATE)
         local = local_settings(read_local(self.local_file))
         for module in (*local.packages, *self.trusted):
             trust(module)
@@ -164,7 +164,7 @@ class ParticipantSpec:
         That job's own folder stays as it is.
         """
         if interrupted.exists() and not self.state_folder.exists():
-            partial = self.state_folder.with_name(f".{_STATE}")
+            partial = self.state_folder.with_name(f".{STATE}")
             shutil.rmtree(partial, ignore_errors=True)
             shutil.copytree(interrupted, partial)
             partial.rename(self.state_folder)

@@ -25,7 +25,7 @@ from medflare.federation.local.local_exchange import (
 from medflare.federation.outcome import StepReport
 from medflare.federation.participant import Participant
 from medflare.federation.run import SITES_FOLDER, Run
-from medflare.federation.settings import RULES, RUN_SETTINGS, run_settings
+from medflare.federation.settings import RULES, RUN_SETTINGS, STATE, run_settings
 from medflare.federation.tracking import check_track
 from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
@@ -35,7 +35,6 @@ from medflare.training.computing import usable_device
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
-STATE = "state"  # folder in a site's folder: its state between two steps
 # (site, role, final model, its test scores by patient)
 Delivered = Callable[[str, str, Message, Cases], None]
 
