@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,8 @@ from helpers.waiting import eventually
 from medflare.core.errors import Aborted, DataError, MedflareError
 from medflare.core.message import Message
 from medflare.core.store import write_json
-from medflare.data.local import OutboundLimits
+from medflare.core.text import read_json
+from medflare.data.local import PROGRESS, OutboundLimits, private_folder
 from medflare.federation.enrolment import identity_of
 from medflare.flare import executors
 from medflare.flare import simulator as simulator_module
@@ -304,6 +306,17 @@ def test_a_step_ends_where_the_sites_time_does(
     executor = FedAvgExecutor(seed=0)
     assert error_of(answered(executor, fl_ctx, "enrol", enrolment(task))) is None
     assert f"bounds.{bound}" in str(error_of(answered(executor, fl_ctx, "train", model(task))))
+
+
+def test_the_end_of_a_job_is_noted(fl_ctx: FLContext, task: TaskConfig) -> None:
+    executor = FedAvgExecutor(seed=0)
+    executor.handle_event(EventType.END_RUN, fl_ctx)  # of a job that began nothing
+    answered(executor, fl_ctx, "enrol", enrolment(task))
+    answered(executor, fl_ctx, "train", model(task))
+    executor.handle_event(EventType.END_RUN, fl_ctx)
+    folder = private_folder(Path(fl_ctx.get_engine().get_workspace().get_run_dir("run")))
+    status = read_json(folder / PROGRESS)
+    assert status["phase"] == "train" and re.fullmatch(r"\d{4}-\d\d-\d\d .+", status["ended"])
 
 
 def test_abort_is_honoured_before_the_next_batch(fl_ctx: FLContext, task: TaskConfig) -> None:

@@ -187,13 +187,16 @@ class MedflareExecutor(Executor):
                     file.write(traceback.format_exc().encode(errors="replace"))
 
     def _note_end(self) -> None:
-        """Note the end of the job for `medflare site status`."""
+        """Note the end of the job for `medflare site status`; not in the simulator, whose host has
+        the participant.
+        """
+        if self._spec is None or self._participant is None:
+            return
         from medflare.core.store import write_json
 
+        status = self._spec.folder / PROGRESS
         with suppress(OSError, ValueError):
-            if self._spec is not None:
-                status = self._spec.folder / PROGRESS
-                write_json(status, read_json(status) | {"ended": f"{datetime.now():%F %T}"})
+            write_json(status, read_json(status) | {"ended": f"{datetime.now():%F %T}"})
 
     def _aborted(self) -> bool:
         return self._abort_signal.triggered
