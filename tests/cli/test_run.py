@@ -581,7 +581,7 @@ def test_a_study_gets_its_grid(
         == 1
     ), "a run failed"
     ((candidates, setting, seeds, out), named, root) = study.calls[0]
-    assert [candidate.label for candidate in candidates] == ["fedavg", "single-site"]
+    assert [candidate.row for candidate in candidates] == ["fedavg", "single-site"]
     assert (setting.sites, setting.rounds, setting.task.batch_size, seeds, out) == (
         ("site-1", "site-2"),
         3,
@@ -590,7 +590,7 @@ def test_a_study_gets_its_grid(
         tmp_path,
     )
     grids = named.pop("grids")
-    assert [cell.label for cell in grids["single-site"]] == ["single-site:lr=0.5"]
+    assert [cell.row for cell in grids["single-site"]] == ["single-site:lr=0.5"]
     assert named == {
         "left_out": ["site-1", "site-2"],
         "rerun": ["fedavg"],
@@ -645,7 +645,7 @@ def test_a_study_leaves_out_the_sites_that_it_is_told(
 def test_a_study_takes_references_and_a_rule_of_selection(study: Engine, tmp_path: Path) -> None:
     def rows(*options: str) -> dict[str, Any]:
         assert main(["study", *options, "--sites", "2", "--out", str(tmp_path)]) == 0
-        return {candidate.label: candidate.hyper for candidate in study.calls[-1][0][0]}
+        return {candidate.row: candidate.hyper for candidate in study.calls[-1][0][0]}
 
     uniform = "fedavg:weighting=uniform"
     assert list(rows("fedavg", "constant", "--reference", "single-site,constant")) == [
