@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from medflare.cli.options import PathArguments
-from medflare.cli.run import checkpoint_of, locked
+from medflare.cli.run import locked
 from medflare.core.errors import StateError
 from medflare.core.text import printable
 
@@ -52,7 +52,7 @@ def runs_in(folders: list[Path]) -> Iterator[Path]:
 
     StateError: a folder without a run.
     """
-    from medflare.evaluation.results import RESULTS_FILE
+    from medflare.federation.checkpoint import has_run
 
     seen = set()
     for folder in folders:
@@ -60,7 +60,7 @@ def runs_in(folders: list[Path]) -> Iterator[Path]:
         for path in (folder, *sorted(folder.glob("*"))):
             if path != folder and path.is_symlink():
                 continue  # of another place: name it to clean it
-            if (path / RESULTS_FILE).is_file() or checkpoint_of(path).is_file():
+            if has_run(path):
                 runs.append(path)
         if not runs:
             raise StateError(
@@ -75,6 +75,7 @@ def runs_in(folders: list[Path]) -> Iterator[Path]:
 def freeable(run: Path) -> tuple[str, dict[str, list[Path]]]:
     """The status of a run, and what can be deleted: what it is -> files or folders."""
     from medflare.evaluation.results import COMPLETED, RESULTS_FILE, load_results
+    from medflare.federation.checkpoint import checkpoint_of
     from medflare.federation.run import SITES_FOLDER
     from medflare.federation.settings import STATE
 

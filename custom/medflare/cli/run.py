@@ -421,6 +421,7 @@ def _simulate(recipe: Any, names: list[str], folder: Path, threads: int | None) 
 def _has_trained_nothing(run: Path) -> bool:
     """Whether a run failed before its first round ended, and cannot be resumed."""
     from medflare.evaluation.results import FAILED, RESULTS_FILE, ROUNDS_FILE, load_results
+    from medflare.federation.checkpoint import checkpoint_of
 
     if (run / ROUNDS_FILE).exists() or checkpoint_of(run).exists():
         return False
@@ -473,14 +474,6 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)  # unlocks
 
 
-def checkpoint_of(run: Path) -> Path:
-    """The file with the state of a run after its last complete step."""
-    from medflare.core.store import StateStore
-    from medflare.federation.checkpoint import CHECKPOINT
-
-    return StateStore(run).path(CHECKPOINT)
-
-
 @contextmanager
 def _explained(folder: Path, **options: Any) -> Iterator[None]:
     """After Ctrl-C in the block, print the command that continues the run with these options; after
@@ -495,6 +488,8 @@ def _explained(folder: Path, **options: Any) -> Iterator[None]:
         write_atomically(file, "".join(traceback.format_exception(error)).encode())
         raise FederationFailed(f"{error}; traceback: {file}") from error
     except KeyboardInterrupt:
+        from medflare.federation.checkpoint import checkpoint_of
+
         if not checkpoint_of(folder).exists():
             raise KeyboardInterrupt(
                 "no step is complete, so that nothing can be resumed; start the run again"
@@ -570,7 +565,7 @@ def _check_resumable(path: Path) -> None:
     """
     from medflare.data.local import FOLDER
     from medflare.evaluation.results import COMPLETED, RESULTS_FILE, load_results
-    from medflare.federation.checkpoint import stored_plan
+    from medflare.federation.checkpoint import checkpoint_of, stored_plan
     from medflare.tasks.config import load_task
 
     if (path / RESULTS_FILE).is_file() and load_results(path / RESULTS_FILE)["status"] == COMPLETED:

@@ -45,10 +45,11 @@ def setup(kits: PathArguments, settings: JsonDict) -> None:
         medflare site setup site-1 --data-root /data/site-1 --device cuda:0
         medflare site setup server.example.org --storage /var/lib/medflare
     """
+    kit_settings = KitSettings(**settings)
     for kit in [open_kit(folder) for folder in kits]:
-        for change in set_up(kit, KitSettings(**settings)):
+        for change in set_up(kit, kit_settings):
             print("\n         ".join([f"{change.action:8} {change.file}", *change.settings]))
-    data_root = KitSettings(**settings).data_root
+    data_root = kit_settings.data_root
     if data_root is not None and not data_root.expanduser().is_dir():
         print(f"note: {data_root} is no folder on this machine; the site's machine needs it")
 

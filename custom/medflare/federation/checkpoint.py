@@ -13,6 +13,7 @@ from medflare.core.message import Message
 from medflare.core.specs import TensorSpec
 from medflare.core.store import StateStore
 from medflare.core.text import JsonDict
+from medflare.evaluation.results import RESULTS_FILE
 from medflare.federation.outcome import SiteCost
 from medflare.federation.schedule import Federation
 
@@ -111,6 +112,16 @@ def copy_checkpoint(interrupted: Path, folder: Path) -> None:
         StateError: there is none, or it is damaged.
     """
     StateStore(folder).save(CHECKPOINT, _stored(interrupted))
+
+
+def checkpoint_of(folder: Path) -> Path:
+    """The file with the state of a run in a folder after its last complete step."""
+    return StateStore(folder).path(CHECKPOINT)
+
+
+def has_run(folder: Path) -> bool:
+    """Whether the results or the checkpoint of a run are in a folder."""
+    return (folder / RESULTS_FILE).is_file() or checkpoint_of(folder).is_file()
 
 
 def stored_plan(folder: Path) -> Any:

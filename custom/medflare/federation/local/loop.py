@@ -13,9 +13,8 @@ from medflare.core.settings import check_site_name
 from medflare.core.store import MemoryStore, StateStore, Store, free_folder, refuse_links
 from medflare.core.text import Json, Say
 from medflare.data.local import LocalSettings
-from medflare.evaluation.results import RESULTS_FILE
 from medflare.evaluation.run_results import RunResults, in_notebook
-from medflare.federation.checkpoint import CHECKPOINT, stored_plan
+from medflare.federation.checkpoint import has_run, stored_plan
 from medflare.federation.final_models import SiteFolder
 from medflare.federation.local.local_exchange import (
     ForkedExchange,
@@ -169,7 +168,7 @@ def run_local(
         )
 
     names = (*inside, *apart)
-    if folder is not None and not resume and _has_run(folder):
+    if folder is not None and not resume and has_run(folder):
         earlier = free_folder(folder)
         folder.rename(earlier)
         say(f"the earlier run in {folder} is in {earlier} now")
@@ -181,11 +180,6 @@ def run_local(
         with closing(exchange):
             results = run.execute(exchange, resume=resume, checked=True)
     return RunResults(results, run.outcome.history, folder)
-
-
-def _has_run(folder: Path) -> bool:
-    """Whether the results or the checkpoint of a run are in a folder."""
-    return (folder / RESULTS_FILE).exists() or StateStore(folder).path(CHECKPOINT).exists()
 
 
 def resume_local(folder: Path | str, **options: Any) -> RunResults:

@@ -233,18 +233,18 @@ def gain_by_gamma(model: SuperModel, site: Site) -> dict[str, float | None]:
         scores = _scores_of_images(model, site)
     metric = site.task.metric
     gains = {}
-    for gamma, reached in scores.items():
-        gains[f"{gamma:g}"] = _gain(reached, scores[1.0], metric, site.minimum_patients)
+    for gamma, scores_of_gamma in scores.items():
+        gains[f"{gamma:g}"] = _gain(scores_of_gamma, scores[1.0], metric, site.minimum_patients)
     return gains
 
 
-def _gain(reached: Scores, reference: Scores, metric: str, minimum_patients: int) -> float | None:
-    values = reached.cases.values.get(metric)
+def _gain(scores: Scores, reference: Scores, metric: str, minimum_patients: int) -> float | None:
+    values = scores.cases.values.get(metric)
     others = reference.cases.values.get(metric)
     if values is not None and others is not None:
         compared = int((~(values - others).isnan()).sum())
         return None if compared < minimum_patients else paired_gain(values, others)
-    value = reached.values[metric]
+    value = scores.values[metric]
     other = reference.values[metric]
     if value is None or other is None:
         return None
