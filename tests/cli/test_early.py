@@ -11,7 +11,7 @@ import pytest
 from helpers.fixture_types import Refused
 from medflare.cli import main
 from medflare.core.errors import ConfigError
-from medflare.core.store import write_atomically
+from medflare.core.files import write_atomically
 from medflare.evaluation.report import write_results
 from medflare.evaluation.results import RunRecord, SiteRecord
 from medflare.flare.recipes import FedAvgRecipe, MedflareRecipe, check_place
@@ -87,7 +87,7 @@ def test_what_cannot_be_resumed_says_what_it_is(tmp_path: Path, refused: Refused
 
 def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "medflare.core.store.os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "full"))
+        "medflare.core.files.os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "full"))
     )
     with pytest.raises(OSError, match=r"results\.json") as caught:
         write_atomically(tmp_path / "results.json", b"{}")

@@ -11,7 +11,7 @@ from helpers.small_tasks import small_task
 from medflare.cli import main
 from medflare.cli.site import job_states
 from medflare.cli.startup_kit import Kit, read_object
-from medflare.core.store import write_json
+from medflare.core.files import write_json
 from medflare.federation.final_models import SiteFolder
 from medflare.flare.names import BUILT, REFUSED
 from medflare.methods.catalogue import get_method

@@ -18,8 +18,9 @@ from torch import nn
 
 from medflare.core import store
 from medflare.core.errors import StateError
+from medflare.core.files import write_json
 from medflare.core.message import Message
-from medflare.core.store import StateStore, read_message, write_json, write_message
+from medflare.core.store import StateStore, read_message, write_message
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 import medflare
 from medflare.core.errors import ConfigError, DataError, one_line
 from medflare.core.events import EventLog
+from medflare.core.files import csv_cell, csv_text
 from medflare.core.message import Message
-from medflare.core.store import csv_cell, csv_text
 from medflare.core.text import printable_json, read_text
 from medflare.data.datalist import read_datalist
 from medflare.federation import protocol

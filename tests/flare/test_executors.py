@@ -22,8 +22,8 @@ from nvflare.app_common.filters.percentile_privacy import PercentilePrivacy
 from helpers.small_tasks import tiny_phantom
 from helpers.waiting import eventually
 from medflare.core.errors import Aborted, DataError, MedflareError
+from medflare.core.files import write_json
 from medflare.core.message import Message
-from medflare.core.store import write_json
 from medflare.core.text import read_json
 from medflare.data.local import PROGRESS, OutboundLimits, private_folder
 from medflare.federation.enrolment import identity_of

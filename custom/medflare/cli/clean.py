@@ -7,6 +7,7 @@ from pathlib import Path
 from medflare.cli.options import PathArguments
 from medflare.cli.run import locked
 from medflare.core.errors import StateError
+from medflare.core.files import file_digest, refuse_links
 from medflare.core.text import printable
 
 
@@ -26,7 +27,6 @@ def clean(folders: PathArguments, yes: bool = False) -> None:
             nothing
         medflare clean runs/fedsm-phantom-seed0 --yes
     """
-    from medflare.core.store import refuse_links
     from medflare.evaluation.presentation import format_bytes, with_number
 
     total = 0
@@ -111,7 +111,6 @@ def _copies(run: Path) -> Iterator[Path]:
 
     Of equal models the first one stays, a deployed one if there is any.
     """
-    from medflare.core.store import file_digest
     from medflare.federation.run import MODELS_FOLDER, SITES_FOLDER
     from medflare.inference.deployed import CARD_FILE, WEIGHTS_FILE
 

@@ -13,6 +13,7 @@ import typer
 from medflare.cli import options
 from medflare.cli.options import AUTO_HELP, PathArgument, PathArguments, add_commands, names_in
 from medflare.core.errors import ConfigError, DataError, UnreadableError
+from medflare.core.files import make_folder, refuse_unwritable, write_json
 from medflare.core.text import Json, JsonDict
 
 if TYPE_CHECKING:
@@ -189,7 +190,6 @@ def phantom(
         medflare data phantom photographs
         medflare data phantom grades --kind classification --format csv
     """
-    from medflare.core.store import make_folder
     from medflare.data.phantom import write_photographs
 
     if out.exists():
@@ -268,7 +268,6 @@ def fingerprint(root: Root, task: str | None = None, out: Path | None = None) ->
     Examples:
         medflare data fingerprint DATA --task brain_lgg_3d --out sites.json
     """
-    from medflare.core.store import refuse_unwritable, write_json
     from medflare.preparation.fingerprint import fingerprints, to_json
 
     if out is not None:
@@ -428,7 +427,6 @@ def plan(
         medflare task plan site-1.json site-2.json --modality ct --memory 24 --name liver --out
             liver.json
     """
-    from medflare.core.store import write_json
     from medflare.preparation.fingerprint import read_fingerprints
     from medflare.preparation.planning import plan
 
@@ -484,7 +482,6 @@ def init_task(
     Examples:
         medflare task init CT --modality ct --memory 24 --yes --out liver.json
     """
-    from medflare.core.store import refuse_unwritable, write_json
     from medflare.preparation.proposing import TaskHints, propose
 
     if out.is_file() and not force:

@@ -12,6 +12,7 @@ from medflare.cli.clean import size_of
 from medflare.cli.options import AUTO_HELP, DefaultGroup, PathArgument, Track, add_commands, takes
 from medflare.cli.run import FederationOptions, resolve_federation
 from medflare.core.errors import ConfigError
+from medflare.core.files import refuse_links
 from medflare.core.text import JsonDict, printable
 from medflare.federation.settings import RunSettings
 
@@ -111,7 +112,6 @@ def submit_job(folder: PathArgument, kit: Kit) -> None:
     Examples:
         medflare job submit jobs/my_fedsm --kit lead@coordination.org
     """
-    from medflare.core.store import refuse_links
     from medflare.flare.jobs.sessions import session
 
     _check_certificate(kit)

@@ -14,6 +14,7 @@ from cryptography.fernet import Fernet, InvalidToken
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from medflare.core.errors import ConfigError
+from medflare.core.files import write_atomically
 from medflare.core.text import read_json
 
 OPEN = "cert.json"  # FLARE's name for the file
@@ -40,8 +41,6 @@ def lock(state: Path, passphrase: str) -> None:
     Raises:
         ConfigError: the open file is damaged, as by an interrupted run; nothing was changed.
     """
-    from medflare.core.store import write_atomically
-
     file = state / OPEN
     content = file.read_bytes()
     _root_key(file, content)
@@ -69,8 +68,6 @@ def unlock(state: Path, passphrase: str) -> None:
         ConfigError: a wrong passphrase, a damaged file, or an open file with another root key;
             nothing was changed.
     """
-    from medflare.core.store import write_atomically
-
     file = state / LOCKED
     opened = state / OPEN
     try:

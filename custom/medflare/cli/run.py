@@ -15,6 +15,7 @@ import typer
 
 from medflare.cli import options
 from medflare.core.errors import ERRORS, ConfigError, FederationFailed, StateError, StepFailed
+from medflare.core.files import csv_cell, free_folder, write_atomically
 from medflare.core.text import Json, JsonDict
 from medflare.federation.settings import RUN_SETTINGS, WAITS, RunSettings, run_settings
 
@@ -288,7 +289,6 @@ def run(
         medflare run fingerprint --task brain_lgg_3d --sites CS,DU,FG,HT --data-root DATA  # for
             medflare task plan
     """
-    from medflare.core.store import free_folder
     from medflare.evaluation.console import show_results
     from medflare.federation.preflight import check_run
     from medflare.federation.tracking import check_track
@@ -436,8 +436,6 @@ def _new_folder(folder: Path) -> Iterator[Path]:
 
     Yields the folder. ConfigError: another process runs in `folder`.
     """
-    from medflare.core.store import free_folder
-
     with locked(folder):
         free = free_folder(folder)
         free.mkdir(parents=True, exist_ok=True)
@@ -482,8 +480,6 @@ def _explained(folder: Path, **options: Any) -> Iterator[None]:
     try:
         yield
     except StepFailed as error:
-        from medflare.core.store import write_atomically
-
         file = folder / ERRORS
         write_atomically(file, "".join(traceback.format_exception(error)).encode())
         raise FederationFailed(f"{error}; traceback: {file}") from error
@@ -627,8 +623,6 @@ def results(paths: options.PathArguments, csv: Path | None = None) -> int:
 
 def write_csv(path: Path, table: "pd.DataFrame") -> None:
     """Write a table for a spreadsheet, and print its path."""
-    from medflare.core.store import csv_cell, write_atomically
-
     text = table.map(csv_cell).rename(columns=csv_cell).to_csv(index=False)
     write_atomically(path, text.encode(), public=True)
     print(f"table: {path}")

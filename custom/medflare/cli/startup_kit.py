@@ -20,6 +20,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509 import Certificate, load_pem_x509_certificate
 
 from medflare.core.errors import ConfigError
+from medflare.core.files import make_folder, refuse_link, refuse_links, write_json
 from medflare.core.text import JsonDict, read_json
 
 LOCAL_FILE = "medflare.json"  # as in data/local.py, whose import takes a second
@@ -263,8 +264,6 @@ def set_up(kit: Kit, settings: KitSettings) -> list[Change]:
         StateError: local/ is a link, or has one.
         OSError: the storage cannot be made.
     """
-    from medflare.core.store import refuse_link, refuse_links
-
     foreign = ("storage",) if kit.kind == "site" else SITE_SETTINGS
     for name in foreign:
         if getattr(settings, name) is not None:
@@ -309,8 +308,6 @@ def set_up(kit: Kit, settings: KitSettings) -> list[Change]:
 
 def _write(kit: Kit, path: Path, old: JsonDict | None, new: JsonDict | None) -> Change:
     """Write the new content of a file; None: remove the file."""
-    from medflare.core.store import write_json
-
     if old == new:
         return Change(path, "kept")
     if new is None:
@@ -336,7 +333,6 @@ def make_private(folder: Path) -> None:
 
 
 def _make_storage(storage: Path, kit: Kit) -> None:
-    from medflare.core.store import make_folder
 
     missing = [folder for folder in (storage, *storage.parents) if not folder.exists()]
     make_folder(storage)

@@ -10,6 +10,7 @@ import typer
 from medflare.cli import options
 from medflare.cli.run import task_changes, with_usual_rate, write_csv
 from medflare.core.errors import ConfigError
+from medflare.core.files import make_folder, write_atomically
 from medflare.core.text import Json
 
 if TYPE_CHECKING:
@@ -132,7 +133,6 @@ def run_study(
     values = options.set_values(set)
     if suite is None and sites is None:
         sites = ",".join(options.default_sites(data_root))
-    from medflare.core.store import make_folder, write_atomically
     from medflare.studies import study as studies
     from medflare.studies.candidates import rows_of
     from medflare.studies.grid import cells_of, parse_grid
@@ -262,7 +262,6 @@ def show_tables(
         medflare study table study --latex --metrics dice,hd95
         medflare study table brain_study fundus_study grades_study --figures figures
     """
-    from medflare.core.store import write_atomically
     from medflare.studies import export, page, tables
     from medflare.studies.latex import latex_tables
     from medflare.studies.study import read_study, study_tables
@@ -294,7 +293,6 @@ def _show_tasks(
     folders: Sequence[Path], metrics: Sequence[str], figures: Path | None, latex: bool
 ) -> None:
     """Print the comparison over tasks, and write ranks.pdf into the folder of figures."""
-    from medflare.core.store import write_atomically
     from medflare.studies import tables
     from medflare.studies.figures import ranks_drawing
     from medflare.studies.latex import latex_ranking

@@ -5,9 +5,12 @@ every process and after a restart.
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 Key = str | int
 
@@ -23,10 +26,12 @@ def derived_seed(seed: int, *keys: Key) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def torch_generator(seed: int, *keys: Key) -> torch.Generator:
+def torch_generator(seed: int, *keys: Key) -> "torch.Generator":
     """A CPU generator; draw on the CPU and move the result, so that a GPU site sees the same
     numbers.
     """
+    import torch
+
     return torch.Generator().manual_seed(derived_seed(seed, *keys))
 
 
@@ -46,6 +51,8 @@ def seeded(seed: int, *keys: Key) -> Iterator[None]:
 
     For code that can only draw from the global generator: module initialisation and dropout.
     """
+    import torch
+
     devices = []
     if torch.cuda.is_initialized():
         devices = list(range(torch.cuda.device_count()))

@@ -35,8 +35,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from medflare.core.errors import DataError
+from medflare.core.files import write_atomically
 from medflare.core.packages import code_versions, versions
-from medflare.core.store import write_atomically
 from medflare.core.text import format_shape
 from medflare.data import mechanisms, phantom
 from medflare.data.acquisition import Acquisition, acquisition_of

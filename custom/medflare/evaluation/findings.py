@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from medflare.core.events import DOUBTS, EventLog
+from medflare.core.numbers import is_at_chance
 from medflare.core.text import Json
 from medflare.evaluation.presentation import (
     format_metric,
@@ -24,7 +25,6 @@ from medflare.evaluation.presentation import (
     task_metric,
     with_number,
 )
-from medflare.training.constant import is_at_chance
 
 Curve = dict[int, float]  # rounds of training -> validation metric
 _Steps = Sequence[Json]  # of a run, see `results.append_round`

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from medflare.core.files import write_atomically, write_json
 from medflare.core.packages import installed
 from medflare.core.palette import structure_colours
-from medflare.core.store import write_atomically, write_json
 from medflare.core.text import Json, JsonDict
 from medflare.data.datalist import SPLITS
 from medflare.evaluation import presentation as text

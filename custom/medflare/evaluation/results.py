@@ -26,8 +26,8 @@ from pydantic import (
 import medflare
 from medflare.core.errors import StateError
 from medflare.core.events import KINDS, Event
+from medflare.core.files import appending, refuse_link
 from medflare.core.packages import code_versions, extension_modules, installed_versions
-from medflare.core.store import appending, refuse_link
 from medflare.core.text import NAME, Json, JsonDict, printable_json
 from medflare.data.datalist import SPLITS
 from medflare.data.local import FOLDER

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from medflare.core.errors import ConfigError
-from medflare.core.store import csv_text, file_digest, locked, write_atomically, write_json
+from medflare.core.files import csv_text, file_digest, locked, write_atomically, write_json
 from medflare.core.text import Json, JsonDict, read_json
 from medflare.data.datalist import FILE, SPLITS
 from medflare.data.decoding import reading_settings

@@ -14,10 +14,10 @@ from torch import nn
 from medflare.adaptation.registry import NONE, adapted_at, parsed, remark
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.events import EventLog
+from medflare.core.files import write_atomically, write_json
 from medflare.core.message import FinalModels, Message, Messages
-from medflare.core.numbers import finite_or_none
+from medflare.core.numbers import finite_or_none, is_at_chance
 from medflare.core.packages import installed
-from medflare.core.store import write_atomically, write_json
 from medflare.core.text import JsonDict, is_name
 from medflare.data.acquisition import TRAINED_ON
 from medflare.data.local import PLACE, PROGRESS
@@ -41,7 +41,7 @@ from medflare.methods.method import MODEL_ROLES, Method
 from medflare.tasks.classes import most_wrong
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.summaries import Summary, summarize
-from medflare.training.constant import constant_value, is_at_chance
+from medflare.training.constant import constant_value
 from medflare.training.montage import fullest_row, overlay, photograph
 from medflare.training.site import Site
 

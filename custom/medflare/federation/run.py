@@ -8,7 +8,7 @@ from pathlib import Path
 
 from medflare.core.errors import Aborted, MedflareError, StepFailed
 from medflare.core.events import EventLog
-from medflare.core.store import make_folder, write_json
+from medflare.core.files import make_folder, write_json
 from medflare.core.text import Json, JsonDict, Say
 from medflare.data.acquisition import TRAINED_ON
 from medflare.data.progress import RoundsLeft

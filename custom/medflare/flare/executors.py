@@ -28,6 +28,7 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from medflare.core.errors import ERRORS, Aborted, MedflareError
+from medflare.core.files import appending, write_json
 from medflare.core.text import JsonDict, read_json
 from medflare.data.local import LOCAL_FILE, PROGRESS, find_private_folder, private_folder
 from medflare.flare.components import authorize, refuse_result_filters, task_content
@@ -179,8 +180,6 @@ class MedflareExecutor(Executor):
 
     def _store_traceback(self) -> None:
         """Append the current error to a file of the site; FLARE's own log may leave the site."""
-        from medflare.core.store import appending
-
         with suppress(OSError):
             if self._spec is not None:
                 with appending(self._spec.folder / ERRORS) as file:
@@ -192,7 +191,6 @@ class MedflareExecutor(Executor):
         """
         if self._spec is None or self._participant is None:
             return
-        from medflare.core.store import write_json
 
         status = self._spec.folder / PROGRESS
         with suppress(OSError, ValueError):

@@ -22,6 +22,7 @@ from nvflare.apis.fl_exception import UnsafeJobError
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 
 from medflare.core.errors import ConfigError, MedflareError, UpdateError
+from medflare.core.files import appending, csv_text
 from medflare.core.text import Json, JsonDict
 from medflare.data.local import OUTBOUND, OutboundLimits, local_settings, read_local
 from medflare.flare.components import refuse_result_filters
@@ -268,8 +269,6 @@ def _row(entry: str, tensors: int, size: int, purpose: str) -> JsonDict:
 
 def _record(task: ResultContext, rows: list[JsonDict]) -> None:
     """Append rows to outbound.csv in the site's folder of the job."""
-    from medflare.core.store import appending, csv_text
-
     common = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "phase": task.phase,

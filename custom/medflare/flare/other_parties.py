@@ -50,6 +50,7 @@ from nvflare.private.defs import (
 )
 from nvflare.widgets.fed_event import FED_EVENT_TOPIC
 
+from medflare.core.files import refuse_bomb
 from medflare.flare.names import JOB_ID
 
 # Channels and topics by which the server alone may ask the server: events of FLARE end jobs, and
@@ -337,8 +338,6 @@ def bound_files() -> None:
     """Have FLARE bound what it unpacks of a job and what it takes of files, in this process: it
     unpacks a job before it asks anyone, and keeps each file that anyone uploads.
     """
-    from medflare.core.store import refuse_bomb  # imports torch
-
     last_part: dict[Any, float] = {}  # file that is uploaded -> when a part of it came
     open_file = file_streamer._ChunkConsumerFactory.get_consumer
     close = file_streamer._ChunkConsumer.finalize

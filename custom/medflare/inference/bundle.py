@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from medflare.core.errors import ExportError
+from medflare.core.files import write_json
 from medflare.core.packages import installed_versions
-from medflare.core.store import write_json
 from medflare.core.text import JsonDict, read_json
 from medflare.data.reading import PICTURES
 from medflare.inference.deployed import StoredModel

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from medflare.adaptation.registry import ADAPTATIONS, adapted_model
 from medflare.core.errors import ConfigError, StateError, one_line
+from medflare.core.files import file_digest, write_json
 from medflare.core.message import Message
 from medflare.core.packages import installed_versions
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, misfit
-from medflare.core.store import file_digest, read_message, write_json, write_message
+from medflare.core.store import read_message, write_message
 from medflare.core.text import Json, JsonDict, printable_json
 from medflare.data.local import ImageBounds
 from medflare.data.trial import try_task

@@ -20,9 +20,9 @@ from torch import nn
 
 from medflare.adaptation.registry import ADAPTATIONS
 from medflare.core.errors import ConfigError, ExportError, one_line
+from medflare.core.files import write_json
 from medflare.core.packages import installed
 from medflare.core.rng import torch_generator
-from medflare.core.store import write_json
 from medflare.inference.bundle import write_bundle
 from medflare.inference.deployed import (
     CARD_FILE,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from medflare.core.errors import DataError
-from medflare.core.store import write_atomically
+from medflare.core.files import write_atomically
 from medflare.core.text import JsonDict
 from medflare.data.geometry import Grid, apply_turn, restore_grid
 from medflare.data.reading import NIFTI, SLICES, is_dicom, series_grid, suffix

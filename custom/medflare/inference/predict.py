@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from medflare.adaptation.online import Online
 from medflare.adaptation.registry import ADAPTATIONS, NONE, parsed, remark, with_adaptation
 from medflare.core.errors import ConfigError, DataError
+from medflare.core.files import csv_text, make_folder, write_atomically
 from medflare.core.packages import require
-from medflare.core.store import csv_text, make_folder, write_atomically
 from medflare.core.text import JsonDict, Say
 from medflare.data.acquisition import (
     TRAINED_ON,

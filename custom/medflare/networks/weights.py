@@ -27,8 +27,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from medflare.core.errors import ConfigError, StateError
+from medflare.core.files import file_digest
 from medflare.core.states import StateDict, misfit
-from medflare.core.store import file_digest, read_message
+from medflare.core.store import read_message
 from medflare.networks.catalogue import initial_network
 from medflare.networks.features import FeatureNetwork, WholeNetwork
 from medflare.tasks.config import TaskConfig

@@ -17,8 +17,8 @@ from torch.nn import functional
 from torch.utils.data import ConcatDataset
 
 from medflare.core.errors import ConfigError, DataError, UnreadableError
+from medflare.core.files import make_folder, write_atomically
 from medflare.core.rng import numpy_generator, seeded
-from medflare.core.store import make_folder, write_atomically
 from medflare.core.text import format_shape, printable
 from medflare.data.datalist import (
     FILE,

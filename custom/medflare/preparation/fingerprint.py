@@ -19,9 +19,9 @@ import torch
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from medflare.core.errors import Aborted, DataError, one_line
+from medflare.core.files import write_json
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import strict_dataclass
-from medflare.core.store import write_json
 from medflare.core.text import read_json
 from medflare.data.acquisition import Axes
 from medflare.data.datalist import FILE, DatalistItem, has_test_only, site_folders, site_name

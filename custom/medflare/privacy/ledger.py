@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from medflare.core.errors import PrivacyError
+from medflare.core.files import locked
 from medflare.core.message import Message
-from medflare.core.store import MemoryStore, StateStore, Store, locked
+from medflare.core.store import MemoryStore, StateStore, Store
 from medflare.data.local import PrivacyLimit
 from medflare.training.site import Site
 

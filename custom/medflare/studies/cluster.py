@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from medflare.core.errors import ConfigError, one_line
+from medflare.core.files import make_folder
 from medflare.core.hyper import parsed_value
 from medflare.core.packages import require
-from medflare.core.store import make_folder
 
 FOLDER = "cluster"  # in a study's folder: the logs of its jobs
 _CLUSTERS = ("slurm", "local")  # local: processes of this machine, to try it

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from medflare.core.store import write_atomically
+from medflare.core.files import write_atomically
 from medflare.evaluation.figures import Drawing, Panel, line_drawing, patients_drawing, unit_bounds
 from medflare.evaluation.presentation import metric_label
 from medflare.studies.references import CONSTANT, CURVES

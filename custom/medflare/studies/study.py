@@ -35,8 +35,7 @@ import pandas as pd
 import torch
 
 from medflare.core.errors import ERRORS, ConfigError, StateError
-from medflare.core.packages import CODE
-from medflare.core.store import (
+from medflare.core.files import (
     file_digest,
     locked,
     refuse_bomb,
@@ -44,6 +43,7 @@ from medflare.core.store import (
     replacing,
     write_atomically,
 )
+from medflare.core.packages import CODE
 from medflare.core.text import Json, JsonDict, Say, about
 from medflare.data.datalist import FILE
 from medflare.data.loading import site_folder

@@ -12,22 +12,6 @@ from medflare.tasks.metrics import Images, Scores
 from medflare.training.scoring import BatchPrediction
 from medflare.training.site import Site
 
-# Difference of metrics up to which a model counts as no better than the constant prediction.
-NEAR = 0.01
-
-
-def is_at_chance(value: float, constant: float) -> bool:
-    """Whether a model's metric (0 to 1, higher is better) is not above that of the constant
-    prediction; 1 is never at chance.
-
-    Examples:
-        >>> is_at_chance(0.505, 0.5), is_at_chance(0.25, 0.5)
-        (True, True)
-        >>> is_at_chance(0.75, 0.5), is_at_chance(1.0, 1.0)
-        (False, False)
-    """
-    return value <= constant + NEAR and value < 1 - NEAR
-
 
 def constant_value(site: Site, *, of_training: bool = True) -> float | None:
     """The task's metric of the constant prediction on a site's test images; None where it is

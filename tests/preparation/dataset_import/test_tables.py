@@ -163,7 +163,7 @@ def test_a_sheet_that_is_too_wide_or_too_large_unpacked(
         workbook.active.append([name, 1])
     table = tmp_path / "grades.xlsx"
     workbook.save(table)
-    monkeypatch.setattr("medflare.core.store._MOST_UNPACKED", 100)
+    monkeypatch.setattr("medflare.core.files._MOST_UNPACKED", 100)
     assert "more than 0 MB" in error_of(tmp_path, table=table)
     workbook.active["XFD2"] = 1
     workbook.save(table)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from medflare.core.errors import ConfigError
+from medflare.core.files import free_folder, refuse_links
 from medflare.core.message import Message
 from medflare.core.settings import check_site_name
-from medflare.core.store import MemoryStore, StateStore, Store, free_folder, refuse_links
+from medflare.core.store import MemoryStore, StateStore, Store
 from medflare.core.text import Json, Say
 from medflare.data.local import LocalSettings
 from medflare.evaluation.run_results import RunResults, in_notebook

@@ -16,9 +16,9 @@ from pydantic import NonNegativeInt
 
 import medflare
 from medflare.core.errors import ConfigError
+from medflare.core.files import refuse_links, write_json
 from medflare.core.hyper import SplitHyper
 from medflare.core.settings import checked, strict_dataclass
-from medflare.core.store import refuse_links, write_json
 from medflare.core.text import Json, JsonDict, read_json
 from medflare.federation.preflight import check_run
 from medflare.federation.settings import RUN_SETTINGS, RunSettings

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from medflare.core.errors import ConfigError, DataError
-from medflare.core.store import write_atomically, write_json
+from medflare.core.files import write_atomically, write_json
 from medflare.data.datalist import site_folders, site_name
 from medflare.data.decoding import DecodedRow, decoded_rows
 from medflare.data.loading import check_unreadable, open_source, renumbered_items

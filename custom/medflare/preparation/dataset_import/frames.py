@@ -12,9 +12,9 @@ from zipfile import ZipFile
 import pandas as pd
 
 from medflare.core.errors import DataError, one_line
+from medflare.core.files import refuse_bomb
 from medflare.core.packages import require
 from medflare.core.settings import no_such
-from medflare.core.store import refuse_bomb
 from medflare.core.text import read_text
 from medflare.data.reading import suffix
 from medflare.preparation.dataset_import.folders import WORKBOOK

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from medflare.core.errors import DataError
-from medflare.core.store import make_folder, write_atomically, write_json
+from medflare.core.files import make_folder, write_atomically, write_json
 from medflare.data.datalist import FILE, LISTS
 from medflare.data.progress import with_progress
 from medflare.data.reading import dicom_files
