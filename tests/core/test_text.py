@@ -14,7 +14,7 @@ from medflare.core.errors import ConfigError, DataError, one_line
 from medflare.core.events import EventLog
 from medflare.core.files import csv_cell, csv_text
 from medflare.core.message import Message
-from medflare.core.text import printable_json, read_text
+from medflare.core.text import format_seconds, printable_json, read_text
 from medflare.data.datalist import read_datalist
 from medflare.federation import protocol
 from medflare.federation.protocol import message_problem
@@ -22,6 +22,11 @@ from medflare.tasks.config import load_task
 
 EVIL = "a\x1b]0;PWN\x07\x1b[2J\r\nb\u202egnp.exe\u2066\u200b\x00\x9b31m\ud800"
 TASK = load_task("phantom").to_dict()
+
+
+def test_seconds() -> None:
+    times = {0.0: "0.00 s", 9.994: "9.99 s", 59.4: "59 s", 59.9: "1 min 00 s", 3599.6: "1 h 00 min"}
+    assert {seconds: format_seconds(seconds) for seconds in times} == times
 
 
 def test_errors_and_events_are_one_printable_line() -> None:

@@ -33,7 +33,7 @@ def test_a_line_after_five_seconds_and_then_every_ten_with_the_time_left(
     assert list(with_progress("abcd", 4, "site A, images read")) == list("abcd")
     assert lines() == [
         "site A, images read: 0 of 4 after 10 s",
-        "site A, images read: 1 of 4 after 20 s, about 60 s left",
+        "site A, images read: 1 of 4 after 20 s, about 1 min 00 s left",
         "site A, images read: 2 of 4 after 30 s, about 30 s left",
         "site A, images read: 3 of 4 after 40 s, about 13 s left",
     ]
@@ -57,9 +57,9 @@ def test_a_run_says_once_a_round_what_is_left(monkeypatch: pytest.MonkeyPatch) -
     assert list(map(left.after, (1, 1, 2, 2, 3))) == [
         "",
         "",
-        "about 3 min left",
+        "about 3 min 00 s left",
         "",
-        "about 2 min left",
+        "about 2 min 20 s left",
     ]
 
 

@@ -4,14 +4,13 @@ from typing import Any
 
 from medflare.evaluation.presentation import (
     format_bytes,
-    format_seconds,
     format_setting,
     model_columns,
     spread_over_sites,
 )
 
 
-def test_bytes_and_seconds() -> None:
+def test_bytes() -> None:
     sizes = {
         0: "0 B",
         1023: "1023 B",
@@ -21,15 +20,6 @@ def test_bytes_and_seconds() -> None:
         2**41: "2.0 TiB",
     }
     assert {count: format_bytes(count) for count in sizes} == sizes
-    times = {
-        0.0: "0.00 s",
-        9.994: "9.99 s",
-        59.9: "59.9 s",
-        60: "1 min 00 s",
-        200.4: "3 min 20 s",
-        7500: "2 h 05 min",
-    }
-    assert {seconds: format_seconds(seconds) for seconds in times} == times
 
 
 def test_settings_as_the_command_line_takes_them() -> None:

@@ -86,17 +86,21 @@ def format_shape(sides: Iterable[Any]) -> str:
     return " x ".join(f"{side:g}" if isinstance(side, float) else str(side) for side in sides)
 
 
-def about(seconds: float) -> str:
-    """A duration that is only estimated: "40 s", "5 min", "2 h 5 min".
+def format_seconds(seconds: float) -> str:
+    """A duration, measured or estimated.
 
     Examples:
-        >>> about(0.2), about(42.3), about(100), about(7500)
-        ('1 s', '42 s', '2 min', '2 h 5 min')
+        >>> format_seconds(0.432), format_seconds(42.3), format_seconds(200.4), format_seconds(7500)
+        ('0.43 s', '42 s', '3 min 20 s', '2 h 05 min')
     """
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def read_text(path: Path) -> str:

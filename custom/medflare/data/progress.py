@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from medflare.core.text import about
+from medflare.core.text import format_seconds
 
 _FIRST = 5.0  # seconds until the first line ...
 _EVERY = 10.0  # ... and between two
@@ -40,7 +40,7 @@ def with_progress(
             seconds = now - start
             left = ""
             if done:
-                left = f", about {about(seconds / done * (total - done))} left"
+                left = f", about {format_seconds(seconds / done * (total - done))} left"
             _log.info("%s: %d of %d after %.0f s%s", what, done, total, seconds, left)
             due = now + _EVERY
         yield item
@@ -75,7 +75,7 @@ class RoundsLeft:
         seconds = (now - start) / (round - first) * (self.rounds - round)
         if seconds <= _LITTLE:
             return ""
-        return f"about {about(seconds)} left"
+        return f"about {format_seconds(seconds)} left"
 
 
 def print_lines() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from medflare.core.packages import installed
-from medflare.core.text import Json, printable
+from medflare.core.text import Json, format_seconds, printable
 from medflare.data.datalist import SPLITS
 from medflare.evaluation import presentation as text
 from medflare.evaluation.findings import UNUSABLE, findings_of, level_sentence
@@ -105,7 +105,7 @@ def _summary(results: Json) -> list[str]:
     cost = f"{down} to the sites, {up} from them"
     total = results["seconds"].get("total")
     if total is not None:
-        cost += f"; {text.format_seconds(total)}"
+        cost += f"; {format_seconds(total)}"
     events = results["events"]
     if events:
         cost += f"; {text.with_number(len(events), 'event')}, listed in the report"

@@ -83,18 +83,6 @@ def format_bytes(count: float) -> str:
     return f"{count / 1024:.1f} TiB"
 
 
-def format_seconds(seconds: float) -> str:
-    """A duration: "0.43 s", "12.1 s", "3 min 20 s", "2 h 05 min"."""
-    if seconds < 10:
-        return f"{seconds:.2f} s"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 def with_number(number: int, noun: str) -> str:
     """ "1 site", "2 sites"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

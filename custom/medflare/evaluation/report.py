@@ -16,7 +16,7 @@ import numpy as np
 from medflare.core.files import write_atomically, write_json
 from medflare.core.packages import installed
 from medflare.core.palette import structure_colours
-from medflare.core.text import Json, JsonDict
+from medflare.core.text import Json, JsonDict, format_seconds
 from medflare.data.datalist import SPLITS
 from medflare.evaluation import presentation as text
 from medflare.evaluation.figures import (
@@ -68,7 +68,9 @@ def template(name: str) -> "Template":
         lstrip_blocks=True,
     )
     environment.filters.update(
-        base64=lambda content: base64.b64encode(content).decode(), by_site=_by_site
+        base64=lambda content: base64.b64encode(content).decode(),
+        by_site=_by_site,
+        seconds=format_seconds,
     )
     environment.globals.update(zip=zip, text=text, UNUSABLE=UNUSABLE)
     return environment.get_template(name)
@@ -201,7 +203,7 @@ def _tiles(results: Json) -> list[tuple[str, str, str]]:
     total = results["seconds"].get("total")
     if total is not None:
         rounds = text.with_number(results["rounds"], "round")
-        tiles.append(("Time", text.format_seconds(total), f"{rounds}, start to finish"))
+        tiles.append(("Time", format_seconds(total), f"{rounds}, start to finish"))
     return tiles
 
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from medflare.core.text import Json, JsonDict
-from medflare.evaluation.presentation import format_metric, format_seconds
+from medflare.core.text import Json, JsonDict, format_seconds
+from medflare.evaluation.presentation import format_metric
 from medflare.methods.base import Step
 
 

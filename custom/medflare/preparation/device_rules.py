@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from medflare.core.text import about, format_shape
+from medflare.core.text import format_seconds, format_shape
 from medflare.preparation.fingerprint import Fingerprints
 from medflare.preparation.planning import Choice, Settings, chosen_settings, mirroring, ordered_axes
 from medflare.preparation.round_time import Stopwatch, median_size
@@ -186,5 +186,5 @@ def local_epochs(task: TaskConfig, stopwatch: Stopwatch, seconds: float) -> Choi
     epochs = max(1, min(wanted, int(stopwatch.limit / seconds)))
     reason = f"about {_STEPS} steps of a round at a site of {images} images"
     if epochs < wanted:
-        reason += f", as far as {about(stopwatch.limit)} of a round allow"
+        reason += f", as far as {format_seconds(stopwatch.limit)} of a round allow"
     return Choice("local_epochs", epochs, reason)

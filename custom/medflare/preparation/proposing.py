@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import nibabel
 
 from medflare.core.errors import ConfigError, DataError
-from medflare.core.text import about, format_shape, printable
+from medflare.core.text import format_seconds, format_shape, printable
 from medflare.data.datalist import (
     FILE,
     DatalistItem,
@@ -680,14 +680,16 @@ def _with_rate_and_epochs(
     epochs = local_epochs(task, stopwatch, seconds)
     seconds *= epochs.value
     time = (
-        f"time: a round of FedAvg takes about {about(seconds)} here "
+        f"time: a round of FedAvg takes about {format_seconds(seconds)} here "
         f"({device_name(stopwatch.device)}), "
-        f"{TIMED_ROUNDS} rounds about {about(TIMED_ROUNDS * seconds)}; "
+        f"{TIMED_ROUNDS} rounds about {format_seconds(TIMED_ROUNDS * seconds)}; "
         f"a step takes {stopwatch.measured(task).gibibytes:.2g} GiB"
     )
     warnings = proposed.warnings
     if seconds > _LATE * stopwatch.limit:
-        slow = f"a round takes about {about(seconds)}, more than --minutes {hints.minutes:g}"
+        slow = (
+            f"a round takes about {format_seconds(seconds)}, more than --minutes {hints.minutes:g}"
+        )
         warnings += (f"{slow}; give a smaller --size, another --network, or a GPU",)
     proposed = _changed(proposed, [optimizer, epochs])
     return dataclasses.replace(proposed, time=time, warnings=warnings)

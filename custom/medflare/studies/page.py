@@ -4,13 +4,8 @@ and every table.
 
 import pandas as pd
 
-from medflare.evaluation.presentation import (
-    UNDEFINED,
-    format_bytes,
-    format_metric,
-    format_seconds,
-    lower_is_better,
-)
+from medflare.core.text import format_seconds
+from medflare.evaluation.presentation import UNDEFINED, format_bytes, format_metric, lower_is_better
 from medflare.evaluation.report import template
 from medflare.studies.figures import (
     deployed_values,

@@ -44,7 +44,7 @@ from medflare.core.files import (
     write_atomically,
 )
 from medflare.core.packages import CODE
-from medflare.core.text import Json, JsonDict, Say, about
+from medflare.core.text import Json, JsonDict, Say, format_seconds
 from medflare.data.datalist import FILE
 from medflare.data.loading import site_folder
 from medflare.evaluation.presentation import sites_of_role
@@ -251,7 +251,7 @@ class _Job:
         """A line about a run that ended; `left`: seconds until all end."""
         line = f"{self.name}: {results['status']}, {results['seconds']['total']:.0f} s"
         if left:
-            line += f", about {about(left)} left"
+            line += f", about {format_seconds(left)} left"
         if results["status"] == FAILED:
             line += f"; {results['reason']} (tracebacks: {self.errors})"
         return line
