@@ -34,7 +34,7 @@ def kinds(results: dict[str, Any]) -> list[str]:
 
 
 def segmented(record: RunRecord, **dice: tuple[float, float, list[float] | None]) -> dict[str, Any]:
-    """Site -> Dice of its disc, constant answer, and interval."""
+    """Site -> Dice of its disc, constant prediction, and interval."""
     sites = {}
     for name, (value, constant, bounds) in dice.items():
         sites[name] = SiteRecord(
@@ -52,7 +52,7 @@ def test_a_good_model_has_no_finding(record: RunRecord) -> None:
     results = segmented(record, A=(0.8, 0.3, [0.7, 0.9]), B=(0.7, 0.3, [0.6, 0.8]))
     assert kinds(results) == [] and "WARNING" not in results_table(results)
     assert (
-        "Dice 0.750, constant answer (which ignores the image) 0.300, mean over 2 sites: better at 2 of 2 sites"
+        "Dice 0.750, constant prediction (which ignores the image) 0.300, mean over 2 sites: better at 2 of 2 sites"
         in level_sentence(results)
     )
     assert not [
@@ -63,7 +63,7 @@ def test_a_good_model_has_no_finding(record: RunRecord) -> None:
 
 
 def test_a_low_dice_is_never_praised(record: RunRecord) -> None:
-    """The hippocampus of three sites, six rounds: far above a constant answer of 0.028, and not usable."""
+    """The hippocampus of three sites, six rounds: far above a constant prediction of 0.028, and not usable."""
     results = segmented(
         record,
         A=(0.100, 0.028, [0.07, 0.13]),
@@ -71,7 +71,9 @@ def test_a_low_dice_is_never_praised(record: RunRecord) -> None:
         C=(0.083, 0.028, [0.07, 0.1]),
     )
     assert kinds(results) == ["below_floor"]
-    assert "better than the constant answer, but Dice 0.083: not usable" in level_sentence(results)
+    assert "better than the constant prediction, but Dice 0.083: not usable" in level_sentence(
+        results
+    )
     for surface in (results_table(results), Page(render_report(results)).text):
         assert (
             "not usable" in surface
@@ -99,7 +101,7 @@ def test_no_volume_beyond_nine_times_the_true_one_reaches_the_floor() -> None:
     assert true / predicted < FLOORS["iou"] < true / 899
 
 
-def test_below_like_and_not_distinguishable_from_the_constant_answer(record: RunRecord) -> None:
+def test_below_like_and_not_distinguishable_from_the_constant_prediction(record: RunRecord) -> None:
     results = segmented(
         record,
         A=(0.5, 0.6, [0.4, 0.65]),
@@ -108,16 +110,18 @@ def test_below_like_and_not_distinguishable_from_the_constant_answer(record: Run
         D=(0.7, 0.6, None),
     )
     assert {finding.kind: finding.where for finding in findings(results)} == {
-        "at_chance": "A: Dice 0.500, below the constant answer 0.600; B: Dice 0.605, like the constant answer 0.600",
-        "indistinct": "C: Dice 0.700 (0.550 to 0.800), the constant answer 0.600",
+        "at_chance": "A: Dice 0.500, below the constant prediction 0.600; B: Dice 0.605, like the constant prediction 0.600",
+        "indistinct": "C: Dice 0.700 (0.550 to 0.800), the constant prediction 0.600",
     }
     assert (
-        "above it, but without an interval, at D; not better at A, B; not distinguishable at C"
+        "above it, but without an interval, at D; no better at A, B; not distinguishable at C"
         in level_sentence(results)
     )
 
 
-def test_the_f1_of_a_guess_is_above_the_constant_answer_and_not_better(record: RunRecord) -> None:
+def test_the_f1_of_a_guess_is_above_the_constant_prediction_and_not_better(
+    record: RunRecord,
+) -> None:
     """Answers of a fair coin for 35 and 15 images: F1 0.46 at an AUC of 0.5; one class: F1 0.41."""
     task = small_task("classification", metric="f1_macro")
     sites = {}
@@ -128,7 +132,7 @@ def test_the_f1_of_a_guess_is_above_the_constant_answer_and_not_better(record: R
         dataclasses.replace(record, task=task, sites=sites, history=[], events=[])
     )
     where = {finding.kind: finding.where for finding in findings(results)}
-    assert where["at_chance"] == "A: AUC (macro) 0.500, like a guess"
+    assert where["at_chance"] == "A: AUC (macro) 0.500, like the constant prediction 0.500"
 
 
 def test_volumes_far_from_the_truth(record: RunRecord) -> None:
@@ -172,7 +176,7 @@ def test_a_class_that_is_never_recognized(record: RunRecord, counts_sent: bool) 
 
 
 def test_models_that_findings_call_bad_are_not_called_better(record: RunRecord) -> None:
-    """Each is above the constant answer with its whole interval."""
+    """Each is above the constant prediction with its whole interval."""
     task = small_task("classification")
     missed = SiteRecord(
         "inside",
@@ -189,7 +193,7 @@ def test_models_that_findings_call_bad_are_not_called_better(record: RunRecord) 
     assert f"but it never recognizes a class (A: {task.labels[0]})." in line
     assert "better at" not in line
     line = level_sentence(build_results(dataclasses.replace(record, events=[event])))
-    assert line.endswith("mean over 1 site: one answer for all test images: not usable.")
+    assert line.endswith("mean over 1 site: one prediction for all test images: not usable.")
     assert "better" not in line
 
 
@@ -325,7 +329,7 @@ def test_the_site_report_has_the_findings_of_its_site(task: TaskConfig) -> None:
     text = Page(render_site_report(report)).text
     for part in (
         "no pixel of disc",
-        "Dice 0.100, below the constant answer 0.200",
+        "Dice 0.100, below the constant prediction 0.200",
         "disc Dice 0.100",
         "not usable",
     ):

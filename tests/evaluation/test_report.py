@@ -82,7 +82,7 @@ def test_the_page_has_the_numbers(record: RunRecord, history: History) -> None:
     ]
 
 
-def test_the_page_says_whether_the_model_is_better_than_the_constant_answer(
+def test_the_page_says_whether_the_model_is_better_than_the_constant_prediction(
     record: RunRecord,
 ) -> None:
     # Undefined at X.
@@ -97,10 +97,10 @@ def test_the_page_says_whether_the_model_is_better_than_the_constant_answer(
         )
     page = Page(render_report(build_results(dataclasses.replace(record, sites=sites))))
     assert (
-        "Dice 0.700, constant answer (which ignores the image) 0.600, mean over 2 sites"
+        "Dice 0.700, constant prediction (which ignores the image) 0.600, mean over 2 sites"
         in page.text
     )
-    assert "better at 1 of 3 sites" in page.text and "not better at B; undefined at X" in page.text
+    assert "better at 1 of 3 sites" in page.text and "no better at B; undefined at X" in page.text
     assert page.tables[0][1][:5] == [
         "A",
         "0.9000.650 to 0.950",
@@ -110,7 +110,7 @@ def test_the_page_says_whether_the_model_is_better_than_the_constant_answer(
     ]
     rows = {row[0]: row[1:] for row in page.tables[0]}
     assert rows["mean, inside"][0] == "0.700" and rows["mean, inside"][3] == "0.600", (
-        "beside the constant answer"
+        "beside the constant prediction"
     )
     assert (
         rows["worst inside site"][0] == "0.500B"

@@ -57,7 +57,7 @@ def test_means_ranks_and_cost_sites_that_lose_by_joining_structures_and_every_ta
         "1.0 KiB",
         "2.00 s",
         "2",
-    ], "the constant answer has a rank"
+    ], "the constant prediction has a rank"
     assert page.tables[1] == [["method", "A", "B", "loses"], ["fedavg", "+0.150", "-0.150", "B"]]
     rows = list(chain.from_iterable(page.tables))
     assert ["fedavgcup", "0.000 ± 0.000", "0.000 ± 0.000", "0.000 ± 0.000"] in rows
@@ -88,14 +88,14 @@ def test_the_plot_shows_differences_to_the_first_row(
     html = study_page(StudyTables(groups))
     assert not faults(html)
     points = {"A, 0": 0.01, "A, 1": 0.05, "B, 0": 0.03, "B, 1": 0.03}
-    assert drawn["values"] == {"fedsm": pytest.approx(points)}, "without the constant answer"
+    assert drawn["values"] == {"fedsm": pytest.approx(points)}, "without the constant prediction"
     # Means 0.02 and 0.04: t(1) is 12.706 at 0.975, the standard error 0.01.
     assert drawn["intervals"]["fedsm"] == pytest.approx((0.03 - 0.12706, 0.03 + 0.12706), abs=1e-5)
     assert drawn["margin"] == 0.02 and "Grey: differences below 0.02." in html
     (svg,) = [part for part in html.split("<figure>")[1:] if "row minus fedavg" in part]
     ticks = re.findall(r">([−\d.]+)</text>", svg)
     assert "1.0" not in ticks and "0.8" not in ticks, "not an axis from 0 to 1"
-    assert StudyTables({"fedavg": groups["fedavg"]}).same_answers() == []
+    assert StudyTables({"fedavg": groups["fedavg"]}).equal_rows() == []
     assert "row minus" not in study_page(StudyTables({"fedavg": groups["fedavg"]}))
 
 

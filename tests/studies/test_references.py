@@ -23,7 +23,7 @@ from medflare.studies.references import (
     augmentation,
     batch_statistics,
     centralised,
-    constant_answer,
+    constant_prediction,
     equal_compute,
     participating,
     pooled_images,
@@ -243,7 +243,7 @@ def test_the_constant_class_is_chosen_on_training_images(monkeypatch: pytest.Mon
         "X": SiteData(grades(), grades(), grades(2, 2, 2, 1)),
     }
     opened(monkeypatch, data)
-    results = constant_answer(
+    results = constant_prediction(
         Draw(Setting(small_task("classification"), ("A", "B", "X"), 5), 0, outside=("X",))
     )
     validate_results({name: content for name, content in results.items() if name != "scores"})
@@ -272,7 +272,7 @@ def test_the_constant_mask_is_the_best_on_validation_images(
 ) -> None:
     training = rows if rows == 8 else 4
     opened(monkeypatch, {"A": SiteData(masks(training, 3), masks(training, 2), masks(rows, 2))})
-    results = constant_answer(Draw(Setting(small_task(), ("A",), 1), 0))
+    results = constant_prediction(Draw(Setting(small_task(), ("A",), 1), 0))
     assert results["sites"]["A"]["metrics"]["deployed"]["dice"] == pytest.approx(expected)
 
 

@@ -146,11 +146,11 @@ def test_rows_with_equal_values_in_every_cell_are_named(record: RunRecord) -> No
 
     groups = {"fedavg": row(0.5, 0.6), "fedyogi": row(0.5, 0.6), "other": row(0.6, 0.5)}
     study = StudyTables(groups)
-    (line,) = study.same_answers()
-    assert line.startswith("Same answers: fedavg and fedyogi have")
+    (line,) = study.equal_rows()
+    assert line.startswith("fedavg and fedyogi have")
     assert f"- {line}" in study_report(study).split("\n## ")[0] and line in study_page(study)
     fewer = {"fedavg": row(0.5, 0.6), "fedyogi": row(0.5, 0.6)[:1]}
-    assert StudyTables(fewer).same_answers() == []
+    assert StudyTables(fewer).equal_rows() == []
 
 
 def test_areas_under_roc_curves_are_compared_by_class(record: RunRecord) -> None:
@@ -219,7 +219,7 @@ def test_the_summary_has_the_worst_site_all_images_and_sites_below_training_alon
     assert line_of(without_scores, "together", "global")[2:5] == ["0.625", "0.500 (A)", "–"]
 
 
-def test_a_row_at_the_constant_answer_is_named(record: RunRecord) -> None:
+def test_a_row_at_the_constant_prediction_is_named(record: RunRecord) -> None:
     flat = [
         measured(record, seed, "constant", A={"deployed": 0.2 + seed / 10}, B={"deployed": 0.4})
         for seed in (0, 1)
@@ -229,9 +229,9 @@ def test_a_row_at_the_constant_answer_is_named(record: RunRecord) -> None:
         for seed in (0, 1)
     ]
     table = StudyTables({"together": method, "constant": flat}).summary("dice")
-    assert line_of(table, "together", "global")[-1] == "not above the constant answer at A", (
-        "seed by seed, since splits differ"
-    )
+    assert (
+        line_of(table, "together", "global")[-1] == "no better than the constant prediction at A"
+    ), "seed by seed, since splits differ"
     assert line_of(table, "constant", "deployed")[-1] == "–"
 
 
@@ -325,7 +325,7 @@ def test_the_lines_of_a_table_are_one_claim(record: RunRecord) -> None:
     constant = line_of(table, "constant", "deployed")
     assert wide[3] == "0.074" and wide[-4:] == ["0.074", "0.326", "0.020", "study too small"]
     assert narrow[3] == "0.003" and narrow[-4:] == ["0.007", "0.033", "0.020", "confirmed"]
-    assert constant[-4] == constant[-1] == "–", "the constant answer claims nothing"
+    assert constant[-4] == constant[-1] == "–", "the constant prediction claims nothing"
     assert study.notes() == []
     page = study_page(study)
     assert "study too small" in page and "confirmed" in page
@@ -586,10 +586,10 @@ def test_learning_curves_have_a_line_for_every_model(
     assert b"/Type3" not in pdf
 
 
-def test_a_study_warns_of_rows_below_the_constant_answer_before_any_table(
+def test_a_study_warns_of_rows_below_the_constant_prediction_before_any_table(
     record: RunRecord,
 ) -> None:
-    """Both methods are below the constant answer of 0.78 at A, the second one in one of two seeds only."""
+    """Both methods are below the constant prediction of 0.78 at A, the second one in one of two seeds only."""
 
     def row(method: str, *dice: float, at_b: float = 0.9) -> list[Results]:
         return [
@@ -606,20 +606,22 @@ def test_a_study_warns_of_rows_below_the_constant_answer_before_any_table(
         }
     )
     assert study.banner() == [
-        "Every method has a site where it is not better than the constant answer, which ignores the image.",
-        "fedavg: not above the constant answer at A.",
-        "fedsm: not above the constant answer at A (1 of 2 runs).",
+        "Every method has a site where it is no better than the constant prediction, which ignores the image.",
+        "fedavg: no better than the constant prediction at A.",
+        "fedsm: no better than the constant prediction at A (1 of 2 runs).",
     ]
     report = study_report(study)
-    assert report.index("WARNING fedavg: not above the constant answer at A.") < report.index(
-        "## dice"
-    )
+    assert report.index(
+        "WARNING fedavg: no better than the constant prediction at A."
+    ) < report.index("## dice")
     assert (
         line_of(study.summary("dice"), "fedsm", "deployed")[-1]
-        == "not above the constant answer at A (1 of 2 runs)"
+        == "no better than the constant prediction at A (1 of 2 runs)"
     )
     page = study_page(study)
-    assert page.index("fedavg: not above the constant answer at A.") < page.index("Side by side")
+    assert page.index("fedavg: no better than the constant prediction at A.") < page.index(
+        "Side by side"
+    )
     good = StudyTables({"fedavg": row("fedavg", 0.85, 0.86), "constant": constant})
     assert good.banner() == [] and "should not be used" not in study_page(good)
 

@@ -63,11 +63,11 @@ def run_study(
     """Compare methods over seeds and splits; prints and writes Markdown tables.
 
     --reference all adds the rows that a method has to beat. Tables show how each row's round was
-    selected, and warn of rows that still rise or that equal the constant answer. Differences to the
-    first row, and to training alone, have 95 % intervals over seeds and over patients. A run that
-    fails does not stop the others. Completed runs are kept and failed ones repeated when the study
-    is run again, and the tables show all rows in the folder; --out with runs of other settings, or
-    of a row's earlier code, is an error.
+    selected, and warn of rows that still rise or that equal the constant prediction. Differences to
+    the first row, and to training alone, have 95 % intervals over seeds and over patients. A run
+    that fails does not stop the others. Completed runs are kept and failed ones repeated when the
+    study is run again, and the tables show all rows in the folder; --out with runs of other
+    settings, or of a row's earlier code, is an error.
 
     Args:
         out: Folder for table.md, study.html and study.zip (all results, and scores of single

@@ -27,7 +27,7 @@ KINDS = (
     "stopped_early",  # training ended before its last round: no validated model became better
     "aborted",  # stopped from outside
     "constant_output",  # the deployed model always predicts one class, or no pixel of a structure
-    "at_chance",  # the deployed model is not above the constant prediction by the task's metric
+    "at_chance",  # the deployed model is no better than the constant prediction
     "few_validation_images",  # the deployed model was chosen on fewer than ten validation images
     "rare_class",  # a site has fewer than three training images of a class
     "warning",  # everything else

@@ -9,12 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from medflare.core.events import DOUBTS, EventLog
-from medflare.core.numbers import is_at_chance
 from medflare.core.text import Json
 from medflare.evaluation.presentation import (
     format_metric,
@@ -85,15 +84,15 @@ class _Text(NamedTuple):
 
 _TEXTS = {  # the gravest first
     "constant_output": _Text(
-        "The deployed model gives one answer for all test images",
+        "The deployed model gives one prediction for all test images",
         "Do not use it: train more rounds, lower the learning rate, "
         "add images, or start from pretrained weights",
-        "one answer for all images",
+        "one prediction for all images",
     ),
     "at_chance": _Text(
-        "The deployed model is not better than the constant answer, which ignores the image",
+        "The deployed model is no better than the constant prediction, which ignores the image",
         "Do not use it: train more rounds, add images, or start from pretrained weights",
-        "not above the constant answer",
+        "no better than the constant prediction",
     ),
     "below_floor": _Text(
         f"The deployed model hardly finds a structure: Dice below {FLOORS['dice']}",
@@ -113,10 +112,10 @@ _TEXTS = {  # the gravest first
         "a class never recognized",
     ),
     "indistinct": _Text(
-        "The deployed model cannot be distinguished from the constant answer: "
+        "The deployed model cannot be distinguished from the constant prediction: "
         "the interval contains it",
         "Add test patients, or train more rounds",
-        "not distinguishable from the constant answer",
+        "not distinguishable from the constant prediction",
     ),
     "still_rising": _Text(
         "Training ended while the deployed model still became better",
@@ -248,17 +247,13 @@ def _grouped(notes: Iterable[_Note]) -> list[Finding]:
 
 
 def _against_constant(name: str, site: Json, metric: str, model: str) -> Iterator[_Note]:
-    standing = _standing(site, metric, model)
-    if standing not in ("not better", "open"):
+    kind, metric, value, constant = _standing_at(site, metric, model)
+    if kind not in (NO_BETTER, "open"):
         return
-    value = site["metrics"][model][metric]
     numbers = f"{metric_label(metric)} {format_metric(metric, value)}"
-    constant_text = f"the constant answer {format_metric(metric, site['constant'])}"
-    if standing == "not better" and not is_at_chance(value, site["constant"]):
-        auc = format_metric(_AUC, site["metrics"][model][_AUC])
-        yield _Note("at_chance", name, f"{metric_label(_AUC)} {auc}, like a guess")
-    elif standing == "not better":
-        comparison = "below" if value < site["constant"] else "like"
+    constant_text = f"the constant prediction {format_metric(metric, constant)}"
+    if kind == NO_BETTER:
+        comparison = "below" if value < constant else "like"
         yield _Note("at_chance", name, f"{numbers}, {comparison} {constant_text}")
     else:
         low, high = site["intervals"][model][metric]
@@ -421,19 +416,19 @@ def _curves_of_selection(results: Json) -> _Curves:
 
 
 def level_sentence(results: Json) -> str:
-    """The deployed model against the constant answer: the level, and at how many sites it is
-    better; "" without constant answers.
+    """The deployed model against the constant prediction: the level, and at how many sites it is
+    better; "" without constant predictions.
     """
     metric = task_metric(results)
-    standings = defaultdict(list)  # standing -> sites
+    standings = defaultdict(list)  # kind -> sites
     values = []
     constants = []
     for name, site in ordered_sites(results).items():
         if site.get("constant") is None:
             continue
-        standing = _standing(site, metric)
-        standings[standing].append(name)
-        if standing != "undefined":
+        kind = _standing_at(site, metric).kind
+        standings[kind].append(name)
+        if kind != "undefined":
             values.append(site["metrics"]["deployed"][metric])
             constants.append(site["constant"])
     if not values:
@@ -441,12 +436,12 @@ def level_sentence(results: Json) -> str:
     mean = fmean(values)
     start = (
         f"Deployed model: {metric_label(metric)} {format_metric(metric, mean)}, "
-        f"constant answer (which ignores the image) {format_metric(metric, fmean(constants))}, "
+        f"constant prediction (which ignores the image) {format_metric(metric, fmean(constants))}, "
         f"mean over {with_number(len(values), 'site')}"
     )
     where = {finding.kind: finding.where for finding in findings_of(results)}
     if "constant_output" in where:
-        return f"{start}: one answer for all test images: not usable."
+        return f"{start}: one prediction for all test images: not usable."
     restriction = _restriction(where, metric, mean)
     if restriction:
         return f"{start}: {_without_praise(standings)}{restriction}."
@@ -455,47 +450,80 @@ def level_sentence(results: Json) -> str:
         sites = sum(map(len, standings.values()))
         better = len(standings["better"])
         parts.append(f"better at {better} of {sites} sites (the whole interval is above it)")
-    for standing, phrase in _STANDINGS.items():
-        if standing in standings:
-            parts.append(f"{phrase} at {', '.join(standings[standing])}")
+    for kind, phrase in _STANDINGS.items():
+        if kind in standings:
+            parts.append(f"{phrase} at {', '.join(standings[kind])}")
     return f"{start}: {'; '.join(parts)}."
 
 
 _AUC = "auc_macro"
+_NEAR = 0.01  # difference of metrics up to which a model is no better
+NO_BETTER = "no better"
 _STANDINGS = {
     "no interval": "above it, but without an interval,",
-    "not better": "not better",
+    NO_BETTER: NO_BETTER,
     "open": "not distinguishable",
     "undefined": "undefined",
 }
 
 
-def _standing(site: Json, metric: str, model: str = "deployed") -> str:
-    """How a model stands to the constant answer at a site: "better" or a key of `_STANDINGS`.
-
-    A guess has a higher F1 than the constant answer, and an AUC of 0.5.
+class Standing(NamedTuple):
+    """How a model stands to the constant prediction: "better" or a key of `_STANDINGS`, and the
+    metric that decides it.
     """
-    value = site["metrics"].get(model, {}).get(metric)
-    constant = site.get("constant")
+
+    kind: str
+    metric: str
+    value: Any
+    constant: Any
+
+
+def standing(
+    values: Json, metric: str, constant: float | None, interval: Sequence[float] | None
+) -> Standing:
+    """How a model with these values of metrics stands to the constant prediction, by a metric (0 to
+    1, higher is better) and its interval.
+
+    Without an interval above the constant prediction the AUC decides, too, of which the constant
+    prediction has 0.5: a guess has a higher F1.
+
+    Examples:
+        >>> standing({"dice": 0.505}, "dice", 0.5, None).kind
+        'no better'
+        >>> standing({"dice": 0.75}, "dice", 0.5, (0.6, 0.8)).kind
+        'better'
+        >>> standing({"f1_macro": 0.46, "auc_macro": 0.5}, "f1_macro", 0.41, None)
+        Standing(kind='no better', metric='auc_macro', value=0.5, constant=0.5)
+    """
+    value = values.get(metric)
+    auc = values.get(_AUC)
+    kind = "open" if interval else "no interval"
     if value is None or constant is None:
-        return "undefined"
-    if is_at_chance(value, constant):
-        return "not better"
-    bounds = site.get("intervals", {}).get(model, {}).get(metric)
-    if bounds and bounds[0] > constant:
-        return "better"
-    auc = site["metrics"][model].get(_AUC)
-    if auc is not None and is_at_chance(auc, 0.5):
-        return "not better"
-    return "open" if bounds else "no interval"
+        kind = "undefined"
+    elif _no_better(value, constant):
+        kind = NO_BETTER
+    elif interval and interval[0] > constant:
+        kind = "better"
+    elif auc is not None and _no_better(auc, 0.5):
+        return Standing(NO_BETTER, _AUC, auc, 0.5)
+    return Standing(kind, metric, value, constant)
+
+
+def _no_better(value: float, constant: float) -> bool:
+    return value <= constant + _NEAR and value < 1 - _NEAR
+
+
+def _standing_at(site: Json, metric: str, model: str = "deployed") -> Standing:
+    interval = site.get("intervals", {}).get(model, {}).get(metric)
+    return standing(site["metrics"].get(model, {}), metric, site.get("constant"), interval)
 
 
 def _without_praise(standings: Mapping[str, Sequence[str]]) -> str:
     """The comparison in a sentence that ends with a restriction."""
-    if "not better" in standings:
-        return f"not better at {', '.join(standings['not better'])}, and "
+    if NO_BETTER in standings:
+        return f"{NO_BETTER} at {', '.join(standings[NO_BETTER])}, and "
     if "better" in standings or "no interval" in standings:
-        return "better than the constant answer, but "
+        return "better than the constant prediction, but "
     return ""
 
 

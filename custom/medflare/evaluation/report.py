@@ -155,7 +155,7 @@ def _reports(sites: Json) -> dict[str, dict[str, JsonDict]]:
 
 
 def _mean_constants(sites: Json) -> dict[str, float | None]:
-    """Role -> mean of the constant answer over its sites that have one; empty if no site has it."""
+    """Role -> mean of the constant prediction over its sites that have one; empty without any."""
     means = {}
     for role in ROLES:
         constants = [site.get("constant") for site in sites.values() if site["role"] == role]
@@ -316,7 +316,7 @@ class SiteReport:
     """What a site knows of its final models: images of each split, test results by model, and PNG
     files by title.
 
-    `constant`: the task's metric of the constant answer, None if it is suppressed.
+    `constant`: the task's metric of the constant prediction, None if it is suppressed.
     `of_training`: see `findings.kinds_of_training`.
     `groups`: see `SiteData.test_groups`; `minimum_patients`: of the site's settings.
     """

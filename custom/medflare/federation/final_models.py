@@ -16,12 +16,13 @@ from medflare.core.errors import ConfigError, StateError
 from medflare.core.events import EventLog
 from medflare.core.files import write_atomically, write_json
 from medflare.core.message import FinalModels, Message, Messages
-from medflare.core.numbers import finite_or_none, is_at_chance
+from medflare.core.numbers import finite_or_none
 from medflare.core.packages import installed
 from medflare.core.text import JsonDict, is_name
 from medflare.data.acquisition import TRAINED_ON
 from medflare.data.local import PLACE, PROGRESS
 from medflare.data.targets import scarce_classes, scarce_line
+from medflare.evaluation.findings import NO_BETTER, standing
 from medflare.evaluation.presentation import format_metric, metric_label
 from medflare.evaluation.report import SiteReport, patient_values, render_site_report, value_label
 from medflare.evaluation.results import REPORT_FILE
@@ -40,7 +41,7 @@ from medflare.methods.fedavg.site import SELECTED_ROUND
 from medflare.methods.method import MODEL_ROLES, Method
 from medflare.tasks.classes import most_wrong
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.summaries import Summary, summarize
+from medflare.tasks.summaries import ALL, Interval, Summary, summarize
 from medflare.training.constant import constant_value
 from medflare.training.montage import fullest_row, overlay, photograph
 from medflare.training.site import Site
@@ -95,7 +96,7 @@ class SiteFolder:
         """Write pictures and, after all final models, the site's report, if it has one.
 
         Args:
-            reply: with the events, and the metric of the constant answer if it is not suppressed.
+            reply: with the events, and the constant prediction's metric if it is not suppressed.
             of_training: see `findings.kinds_of_training`.
             pictures: title -> PNG that the method makes for the site itself.
         """
@@ -189,7 +190,7 @@ def evaluate_final_models(
         store: (role, model, test results) -> stores them; scores by patient are not metadata: they
             do not leave the site.
         inside: whether the site trained.
-        private: whether training images are protected by DP-SGD; then the constant answer is not
+        private: whether DP-SGD protects training images; then the constant prediction is not
             theirs.
 
     Returns:
@@ -235,7 +236,8 @@ def evaluate_final_models(
                 tables["intervals"][role] = json.loads(json.dumps(summary.intervals))
         if role == "deployed":
             constant = constant_value(site, of_training=not private)
-            _doubt(site, metrics[role], outputs, constant, log, named=not small)
+            interval = None if small else summary.intervals.get(ALL, {}).get(site.task.metric)
+            _doubt(site, metrics[role], outputs, constant, interval, log, named=not small)
             if not small:
                 meta["constant"] = constant
     meta["events"] = log.to_list()
@@ -325,24 +327,24 @@ def _doubt(
     metrics: Metrics,
     outputs: Sequence[str],
     constant: float | None,
+    interval: Interval | None,
     log: EventLog,
     *,
     named: bool,
 ) -> None:
     """Events that question the deployed model; `named` unless counts by class are suppressed.
 
-    `outputs`: the constant ones; `constant`: the metric of the constant answer.
+    `outputs`: the constant ones; `constant`: the metric of the constant prediction, see `standing`.
     """
-    images = site.n["test"]
     if outputs:
-        text = ", ".join(outputs) if named else "one class"
-        log.add("constant_output", f"the deployed model answers {text} in all {images} test images")
-    metric = site.task.metric
-    value = metrics[metric]
-    if value is None or constant is None or not is_at_chance(value, constant):
+        predicted = ", ".join(outputs) if named else "one class"
+        images = f"all {site.n['test']} test images"
+        log.add("constant_output", f"the deployed model predicts {predicted} for {images}")
+    kind, metric, value, constant = standing(metrics, site.task.metric, constant, interval)
+    if kind != NO_BETTER:
         return
     text = f"{metric_label(metric)} of the deployed model is {format_metric(metric, value)}"
-    text += " on the test images, not above the constant answer"
+    text += " on the test images, no better than the constant prediction"
     log.add("at_chance", f"{text} {format_metric(metric, constant)}" if named else text)
 
 

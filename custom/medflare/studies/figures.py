@@ -50,7 +50,7 @@ def differences_drawing(study: StudyTables) -> Drawing | None:
     """Every row minus the first row, a point for each site and seed, with the 95 % interval over
     seeds; None below two rows.
 
-    The `marked_range` is grey. The constant answer is left out: beside it,
+    The `marked_range` is grey. The constant prediction is left out: beside it,
     all other differences look equal.
     """
     against, *others = study.groups

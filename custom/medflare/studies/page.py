@@ -36,7 +36,7 @@ def study_page(study: StudyTables) -> str:
         seeds=distinct(runs, "seed"),
         rounds=distinct(runs, "rounds"),
         banner=study.banner(),
-        cautions=[*cautions(groups), *study.same_answers(), *study.notes()],
+        cautions=[*cautions(groups), *study.equal_rows(), *study.notes()],
         overview=_overview(study, values),
         gains=_gains(study),
         plot=plot.svg("differences") if plot else None,
@@ -50,7 +50,7 @@ def study_page(study: StudyTables) -> str:
 def _overview(study: StudyTables, values: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     """A row for each row of the study: its means, its rank, its cost and its warnings.
 
-    The constant answer has a rank, too.
+    The constant prediction has a rank, too.
     """
     compared = values.dropna(axis=1, how="all")
     ranks = compared.dropna().rank(axis=1, ascending=lower_is_better(study.first_metric))

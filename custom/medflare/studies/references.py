@@ -1,5 +1,5 @@
-"""Rows that a method has to beat: the constant answer, sites alone, one model of all images, FedAvg
-changed.
+"""Rows that a method has to beat: the constant prediction, sites alone, one model of all images,
+FedAvg changed.
 
 FedAvg is changed in one thing: normalized by the test batch, stronger augmentation, more epochs.
 
@@ -168,11 +168,11 @@ def cross_site(
     return matrix
 
 
-def constant_answer(draw: Draw) -> JsonDict:
-    """The best answer that ignores the image, see `training.constant`; nothing is trained.
+def constant_prediction(draw: Draw) -> JsonDict:
+    """The best prediction that ignores the image, see `training.constant`; nothing is trained.
 
     "global" comes from the training images of all inside sites, "personal" from a site's own.
-    Inside sites deploy the personal answer, outside sites the global one.
+    Inside sites deploy the personal one, outside sites the global one.
     """
     started = time.monotonic()
     task = draw.task
@@ -183,12 +183,12 @@ def constant_answer(draw: Draw) -> JsonDict:
     scores: dict[str, JsonDict] = {}
     for name, site in sites.items():
         judges = [site] if name in training else [sites[other] for other in training]
-        answers = {"global": best_constant(task, everything, judges)}
+        predictions = {"global": best_constant(task, everything, judges)}
         if name in training:
-            answers["personal"] = best_constant(task, training[name], judges)
+            predictions["personal"] = best_constant(task, training[name], judges)
         measured = {
-            model: score_constant(site, answer, "test", task.test_metrics)
-            for model, answer in answers.items()
+            model: score_constant(site, prediction, "test", task.test_metrics)
+            for model, prediction in predictions.items()
         }
         measured["deployed"] = measured.get("personal", measured["global"])
         values = {model: result.values for model, result in measured.items()}
@@ -326,7 +326,7 @@ def pooled_images(parts: Sequence[SiteData]) -> SiteData:
 
 
 REFERENCES = {
-    CONSTANT: lambda draw, hyper: constant_answer(draw),
+    CONSTANT: lambda draw, hyper: constant_prediction(draw),
     SINGLE_SITE: single_site,
     BATCH_STATISTICS: batch_statistics,
     CENTRALISED: centralised,

@@ -71,7 +71,7 @@ from medflare.tasks.config import draws_images
 from medflare.tasks.summaries import ALL, MEANS_OVER_IMAGES
 
 Model = tuple[str, str]  # row, name of the model
-# Seed, site and role -> the task's metric of the constant answer.
+# Seed, site and role -> the task's metric of the constant prediction.
 _Constants = dict[tuple[int, str, str], float | None]
 
 TABLE_FILE = "table.md"
@@ -462,7 +462,7 @@ class StudyTables:
         default at all, see `summed_up`.
 
         Whether the row still rises is decided by the mean curve of its runs, since that has less
-        noise. The constant answer has none.
+        noise. The constant prediction has none.
         """
         runs = self.groups[row]
         model = "deployed" if "deployed" in models else models[0]
@@ -487,7 +487,7 @@ class StudyTables:
         why; first whether these are all rows.
         """
         lines = []
-        at_chance = []
+        no_better = []
         for row in self.compared:
             runs = self.groups[row]
             unusable = []
@@ -496,12 +496,12 @@ class StudyTables:
             counts = Counter(finding.kind for finding in unusable)
             grave = [finding for finding in unusable if 2 * counts[finding.kind] >= len(runs)]
             if 2 * counts["at_chance"] >= len(runs):
-                at_chance.append(row)
+                no_better.append(row)
             if grave:
                 lines.append(f"{row}: {'; '.join(summed_up(grave, len(runs)))}.")
-        if at_chance and at_chance == self.compared:
+        if no_better and no_better == self.compared:
             everywhere = (
-                "Every method has a site where it is not better than the constant answer, "
+                "Every method has a site where it is no better than the constant prediction, "
                 "which ignores the image."
             )
             lines.insert(0, everywhere)
@@ -533,7 +533,7 @@ class StudyTables:
         """Lines of row, models and cells of (named model, first, second), see `Difference.cells`.
 
         Models with equal results share a line. The lines of a role are one claim, within which p is
-        adjusted. The constant answer and the oracle claim nothing.
+        adjusted. The constant prediction and the oracle claim nothing.
         """
         models = defaultdict(list)
         # Models with equal results are compared once.
@@ -624,7 +624,7 @@ class StudyTables:
         """What every row deploys against the first row: the difference of the AUC of a class, mean
         over seeds, and p of DeLong's test.
 
-        Without the constant answer; None without scores.
+        Without the constant prediction; None without scores.
         """
         against = next(iter(self.groups))
         places = [place for place in self.places if place[1] != ALL_SITES]
@@ -645,7 +645,7 @@ class StudyTables:
                 lines.append([f"{row} - {against}", names[number], *texts])
         return _unless_empty(lines, left=2)
 
-    def same_answers(self) -> list[str]:
+    def equal_rows(self) -> list[str]:
         """A line for the rows whose deployed models have equal values of all metrics, at all sites
         and in all seeds.
         """
@@ -660,7 +660,7 @@ class StudyTables:
         for rows in rows_by_values.values():
             if len(rows) > 1:
                 names = " and ".join(rows)
-                lines.append(f"Same answers: {names} have equal test metrics everywhere.")
+                lines.append(f"{names} have equal test metrics everywhere.")
         return lines
 
     def notes(self) -> list[str]:
@@ -813,7 +813,7 @@ def _scoring_sites(run: Results) -> set[str] | None:
 
 
 def _constants(groups: Groups, metric: str) -> _Constants:
-    """From the row of the constant answer."""
+    """From the row of the constant prediction."""
     constants = {}
     for run in all_runs(groups):
         if run["method"] == CONSTANT:
@@ -823,7 +823,7 @@ def _constants(groups: Groups, metric: str) -> _Constants:
 
 
 def _with_constant(run: Results, constants: _Constants) -> Results:
-    """The run with the constant answer of every site, which runs of older versions lack."""
+    """The run with the constant prediction of every site, which runs of older versions lack."""
     if run["method"] == CONSTANT:
         return run
     sites = {}
@@ -939,7 +939,7 @@ def study_report(study: StudyTables) -> str:
     rounds = distinct(all_runs(groups), "rounds")
     parts = [f"# {study.task['name']}, {' or '.join(map(str, rounds))} rounds\n"]
     lines = [f"WARNING {line}" for line in study.banner()]
-    lines += cautions(groups) + study.same_answers()
+    lines += cautions(groups) + study.equal_rows()
     if lines:
         parts.append(bullets(lines))
     notes = study.notes()

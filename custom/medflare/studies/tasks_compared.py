@@ -19,7 +19,7 @@ from medflare.studies.tables import StudyTables, Table, bullets, p_text, sign_of
 
 def task_means(studies: Sequence[StudyTables]) -> pd.DataFrame:
     """The deployed models' first metric, mean over inside sites (if there are none, outside sites)
-    and seeds: index (task, metric), columns the rows of all studies but the constant answer.
+    and seeds: index (task, metric), columns the rows of all studies but the constant prediction.
 
     Raises ConfigError for a task of two studies, and for fewer than two rows in common.
     """
