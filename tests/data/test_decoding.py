@@ -143,7 +143,7 @@ def test_the_embedded_federation(make_task: TaskOf) -> None:
     assert images.shape == (3, 1, 32, 32) and 0.2 < images.max() <= 1 and targets.any()
     source = EmbeddedSource(Path("site-1"), load_task("phantom"))
     entries = source.listed_items()
-    assert source.listed() == LISTS and {entry.split for entry in entries} == set(LISTS)
+    assert source.listed_splits() == LISTS and {entry.split for entry in entries} == set(LISTS)
     image = source.image(entries[0])
     mask = source.mask(entries[0], image)
     assert (

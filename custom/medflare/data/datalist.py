@@ -27,7 +27,7 @@ FILE = "datalist.json"
 # Of the patients, where splits are drawn by default.
 SHARES = {"training": 7, "validation": 1, "test": 2}
 LISTS = tuple(SHARES)
-# The data that they become.
+# The data that `load_site_data` makes of them.
 SPLITS = ("train", "validation", "test")
 _REMEDY = 'an entry is an object {"image": FILE, "label": ...}; complete it or take it out'
 
@@ -69,7 +69,7 @@ class DatalistItem:
     # without labels
     label: Any
     patient: str  # the image's file name where the datalist names no patient
-    split: str  # the list that it is in, or the split that `assign_splits` has drawn
+    split: str  # of `LISTS`: the list that it is in, or that `assign_splits` has drawn
     location: str  # "DIR/datalist.json training[3]", for messages
     # a file for every channel, None for one that is missing; empty where one file holds all
     channels: tuple[Path | None, ...] = ()
@@ -393,8 +393,10 @@ def assign_splits(
     """The items with the splits that they are used for.
 
     A missing list is drawn from the training patients, 70 / 10 / 20 % or what of these shares is
-    missing. `resplit` draws all lists again with as many patients in each as before. An outside
-    site, which never trains, needs a test list only; without one it is tested on all its images.
+    missing. Unlike `dataset_import.splits.draw_splits` of `medflare data init`, this older rule
+    knows no classes; it stays, since finished runs used it. `resplit` draws all lists again with as
+    many patients in each as before. An outside site, which never trains, needs a test list only;
+    without one it is tested on all its images.
 
     Raises:
         DataError: a patient in two splits, no training list, or too few patients to draw from.

@@ -118,11 +118,11 @@ class Source:
         """The items of datalist.json."""
         return read_datalist(self.root, self.task.kind, self.folders)
 
-    def listed(self) -> tuple[str, ...]:
-        """Splits that datalist.json has; they may be empty."""
+    def listed_splits(self) -> tuple[str, ...]:
+        """Those of `LISTS` that datalist.json has; they may be empty."""
         return tuple(split for split in LISTS if self._content.get(split) is not None)
 
-    def names(self) -> Mapping[str, Sequence[int]]:
+    def class_numbers(self) -> Mapping[str, Sequence[int]]:
         """Name -> numbers of classes or structures, by "labels" of datalist.json."""
         return class_numbers(self._content.get("labels"))
 

@@ -171,8 +171,8 @@ class SiteData:
         return f"{len(self.dropped)} images left out: {NOT_LISTED}"
 
     def split(self, name: str) -> Split:
-        """A split by name: "train" (or "training"), "validation", "test"."""
-        return getattr(self, "train" if name == "training" else name)
+        """A split by its name, of `SPLITS`."""
+        return getattr(self, name)
 
 
 # -- the site's folder -----------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def load_site_data(
     check_unreadable(decoded.failed, len(items), task, site)
     _check_not_empty({items[row.item_index].split for row in decoded.rows}, site, needed)
 
-    # 3. Loading: the rows of each split as tensors.
+    # 3. Loading: the rows of each list as tensors. "training" becomes "train" here, nowhere else.
     train, validation, test = (_split(decoded, items, name, task) for name in LISTS)
     if unlabelled:
         train = uncounted(train, task)
@@ -370,7 +370,7 @@ def usable_items(
     else:
         resplit = None if source.splits_are_fixed else task.resplit
         outside = role == "outside"
-        used = assign_splits(used, source.listed(), site, outside=outside, resplit=resplit)
+        used = assign_splits(used, source.listed_splits(), site, outside=outside, resplit=resplit)
     return used, notes, tuple(dropped)
 
 
@@ -385,7 +385,7 @@ def renumbered_items(
     """
     items = source.listed_items()
     used = {item.label for item in items if type(item.label) is int}
-    names = source.names() if items else {}
+    names = source.class_numbers() if items else {}
     numbers, note = renumbering(names, used, task, f"site {site}")
     for row, item in enumerate(items):
         if type(item.label) is int and item.label in numbers:

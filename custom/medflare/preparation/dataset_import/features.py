@@ -167,7 +167,7 @@ def _write_site(
         item = Item((file,), entry.label, entry.patient, entry.split, attributes=attributes)
         items.append(item)
     check_unreadable(failed, len(entries), task, site or str(folder))
-    write_datalist(target, items, target, splits=source.listed())
+    write_datalist(target, items, target, splits=source.listed_splits())
     return len(items)
 
 

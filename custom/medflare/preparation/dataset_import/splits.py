@@ -70,7 +70,8 @@ def draw_splits(
 ) -> list[Item]:
     """The images with their splits.
 
-    A split that no image has is drawn from the training patients, stratified by class.
+    A split that no image has is drawn from the training patients, stratified by class. What a
+    datalist lacks is drawn when a run reads it, by the older rule of `datalist.assign_splits`.
 
     Args:
         items: of one site, with their patients.
