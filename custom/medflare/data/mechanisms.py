@@ -20,7 +20,7 @@ _ROWS, _COLUMNS = np.mgrid[0:SIDE, 0:SIDE].astype(np.float32)
 # Pixels by which a site draws outside of the edge.
 _MARGINS = {"A": -1.8, "B": -0.6, "C": 0.6, "D": 1.8}
 # Of the classes at a site.
-_SHARES = {"A": (0.5, 0.25, 0.25), "B": (0.25, 0.5, 0.25), "C": (0.25, 0.25, 0.5)}
+_CLASS_FREQUENCIES = {"A": (0.5, 0.25, 0.25), "B": (0.25, 0.5, 0.25), "C": (0.25, 0.25, 0.5)}
 _NO_IMAGE = np.zeros((0, 0), np.uint8)  # the mask of an image for classification
 Rng = np.random.Generator
 
@@ -81,7 +81,7 @@ def clean_labels(site: str, rng: Rng) -> Iterable[Photograph]:
     """
     light = {"A": 0.2, "B": 0.5, "C": 0.8}[site]
     for split, name in _names(training=20, validation=18, test=60):
-        label = int(rng.choice(3, p=_SHARES[site]))
+        label = int(rng.choice(3, p=_CLASS_FREQUENCIES[site]))
         yield _photograph(name, split, light + _grating(rng, label, noise=0.6), label)
 
 

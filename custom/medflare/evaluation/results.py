@@ -27,6 +27,7 @@ import medflare
 from medflare.core.errors import StateError
 from medflare.core.events import KINDS, Event
 from medflare.core.files import appending, refuse_link
+from medflare.core.numbers import fractions
 from medflare.core.packages import code_versions, extension_modules, installed_versions
 from medflare.core.text import NAME, Json, JsonDict, printable_json
 from medflare.data.datalist import SPLITS
@@ -139,7 +140,7 @@ def build_results(record: RunRecord) -> JsonDict:
         models |= dict.fromkeys(site.metrics)
         if site.role == "inside" and "train" in site.n:
             samples[name] = site.n["train"]
-    weights = shares(samples)
+    weights = fractions(samples)
     sites = {}
     for name, site in sorted(record.sites.items()):
         sites[name] = site_results(site, models, task, weights.get(name))
@@ -249,17 +250,6 @@ def _of_labels(content: Mapping[str, Json], task: TaskConfig | None) -> Json:
     if not any(by_label.values()):
         return {}
     return {STRUCTURES if task.kind == "segmentation" else CLASSES: by_label}
-
-
-def shares(samples: Mapping[str, float]) -> dict[str, float]:
-    """Site -> its share of all training images, by which means over the sites are weighted.
-
-    Examples:
-        >>> shares({"A": 30, "B": 10}), shares({"A": 0})
-        ({'A': 0.75, 'B': 0.25}, {'A': 0.0})
-    """
-    total = sum(samples.values()) or 1  # without images every share is 0
-    return {site: count / total for site, count in samples.items()}
 
 
 def confusion(sites: Json) -> dict[str, dict[str, int]]:

@@ -12,10 +12,11 @@ from typing import Any
 
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
+from medflare.core.numbers import fractions
 from medflare.core.packages import CODE, versions
 from medflare.core.text import Json, JsonDict
 from medflare.data.acquisition import TrainedOn, far_beyond, joined_range, read_range
-from medflare.evaluation.results import shares, versions_of_run
+from medflare.evaluation.results import versions_of_run
 from medflare.federation.exchange import Answer, Transport
 from medflare.federation.protocol import (
     CLASS_COUNTS,
@@ -240,13 +241,13 @@ class Enrolment:
             }
         if len(images) < 2 or self.returning:
             return
-        fractions = shares(images)
-        heaviest = max(fractions, key=fractions.__getitem__)
-        limit = 0.5 if len(fractions) > 2 else 0.75
-        if fractions[heaviest] > limit and heaviest != self._heaviest:
+        fraction_of = fractions(images)
+        heaviest = max(fraction_of, key=fraction_of.__getitem__)
+        limit = 0.5 if len(images) > 2 else 0.75
+        if fraction_of[heaviest] > limit and heaviest != self._heaviest:
             self.context.events.add(
                 "warning",
-                f"has {fractions[heaviest]:.0%} of all training images; "
+                f"has {fraction_of[heaviest]:.0%} of all training images; "
                 "max_client_weight limits its weight and the length of its updates",
                 site=heaviest,
                 round=round,

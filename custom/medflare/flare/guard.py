@@ -101,8 +101,8 @@ class OutboundGuard(Filter):
             _check_headers(shareable)
             message = to_message(shareable)
             local = local_settings(read_local(task.spec.local_file))
-            shares = local.share_model and bool(message.states)
-            manifest, declared = self._declared(task, shares=shares)
+            share_model = local.share_model and bool(message.states)
+            manifest, declared = self._declared(task, share_model=share_model)
             validate_tensors(message, manifest, local.outbound)
             message.meta = plain_meta(message.meta, declared, site)
         except MedflareError as error:
@@ -120,12 +120,12 @@ class OutboundGuard(Filter):
         return error_reply(reason)
 
     def _declared(
-        self, task: ResultContext, *, shares: bool
+        self, task: ResultContext, *, share_model: bool
     ) -> "tuple[Manifest, tuple[MetaSpec, ...]]":
         """The tensors and metadata that the method declares for a reply.
 
         Args:
-            shares: whether the final reply may hold the personal model.
+            share_model: whether the final reply may hold the personal model.
         """
         from medflare.federation.memory import stored_members
         from medflare.federation.protocol import BUILTIN_REPLY_META, PERSONAL_MODEL
@@ -136,7 +136,7 @@ class OutboundGuard(Filter):
         spec = task.spec
         if task.phase == ENROL:
             self._planned = None  # a site that enrolls again may do so among other sites
-        if task.phase in BUILTIN_REPLY_META and not (shares and task.phase == FINALIZE):
+        if task.phase in BUILTIN_REPLY_META and not (share_model and task.phase == FINALIZE):
             return {}, BUILTIN_REPLY_META[task.phase][0]
         if self._planned is None or self._planned[0] != spec:
             method = get_method(spec.method, server=spec.server_algorithm or None)

@@ -71,11 +71,13 @@ class ParticipantSpec:
     def _in_container(self) -> bool:
         return self.folder.name == FOLDER  # see `private_folder`
 
-    def participant(self, aborted: Callable[[], bool], *, shares: bool = False) -> "Participant":
+    def participant(
+        self, aborted: Callable[[], bool], *, share_model: bool = False
+    ) -> "Participant":
         """The site's participant; it reads its data when the first task needs them.
 
         Args:
-            shares: as the site's own setting `share_model`.
+            share_model: as the site's own setting.
 
         Raises:
             ConfigError: the task, the method or the site's local settings are wrong.
@@ -152,7 +154,7 @@ class ParticipantSpec:
             store=StateStore(self.state_folder),
             folder=folder,
             budget=budget_of(local.privacy, self.name, records),
-            local=replace(local, share_model=shares or local.share_model),
+            local=replace(local, share_model=share_model or local.share_model),
             hours=local.bounds.hours,
             record=record,
             note_step=folder.note_step,

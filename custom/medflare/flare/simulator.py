@@ -245,7 +245,7 @@ class SiteWorker:
         try:
             if self._participant is None:
                 # The personal models may be shared: all sites are on one machine.
-                self._participant = self._spec.participant(self._aborted, shares=True)
+                self._participant = self._spec.participant(self._aborted, share_model=True)
             incoming = to_message(fobs.loads(content))
             message = self._participant.answer(task["phase"], task["round"], incoming)
             reply = to_bytes(to_shareable(message))

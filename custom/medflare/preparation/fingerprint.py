@@ -32,7 +32,7 @@ from medflare.data.targets import class_counts, encode_label
 from medflare.preparation.structures import Layout, LayoutOfImages
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
-from medflare.tasks.optimizers import Share
+from medflare.tasks.optimizers import Fraction
 
 FORMAT = "medflare fingerprint 1"
 KEPT_FILE = "fingerprint.json"  # beside the datalist
@@ -106,7 +106,7 @@ class Presence:
     """
 
     images: NonNegativeInt | None
-    share: Share | None
+    share: Fraction | None
 
 
 @strict_dataclass
@@ -121,7 +121,7 @@ class DatasetFingerprint:
     # Millimetres between voxels; None for pictures, or if a file does not have it.
     spacings: Spread | None
     extents: Spread | None  # sizes in millimetres, or None
-    zeros: Share  # of pixels or voxels that are 0 in every channel
+    zeros: Fraction  # of pixels or voxels that are 0 in every channel
     channels: tuple[Channel, ...]
     classes: dict[str, Presence]  # in multiclass segmentation with background
     # Of structures; None for classes of images, and if suppressed for few patients.

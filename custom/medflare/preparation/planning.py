@@ -30,7 +30,7 @@ _ANISOTROPY = 3  # ratio from which the coarsest axis is treated separately
 _MIN_SIDE = 4  # of the smallest feature map
 _MIN_BATCH = 2
 _MIN_LEVELS = 3  # of MONAI's DynUNet
-_BATCH_SHARE = 0.05  # of all voxels, at most, in one batch
+_MOST_IN_BATCH = 0.05  # fraction of all voxels
 # Share of zeros from which intensities are normalised without them; nnU-Net uses the share that
 # cropping removes.
 _MANY_ZEROS = 0.25
@@ -248,8 +248,8 @@ def batch_size(fitting: int, images: int, median: Sequence[float], patch: Sequen
         >>> batch_size(7, 3, (100, 100), (50, 50))
         2
     """
-    share = _BATCH_SHARE * images * math.prod(median) / math.prod(patch)
-    return max(_MIN_BATCH, min(fitting, round(share)))
+    most = _MOST_IN_BATCH * images * math.prod(median) / math.prod(patch)
+    return max(_MIN_BATCH, min(fitting, round(most)))
 
 
 # -- a task for several sites ----------------------------------------------------------------------
@@ -454,7 +454,7 @@ def _plan_sizes(
         Choice(
             "batch_size",
             batch,
-            f"at least {_MIN_BATCH}, as many as fit and at most {_BATCH_SHARE:.0%} of the voxels "
+            f"at least {_MIN_BATCH}, as many as fit and at most {_MOST_IN_BATCH:.0%} of the voxels "
             f"of the smallest site ({smallest} images); a step takes about {needed:.2g} GiB, "
             "the rest of the memory is for what this estimate leaves out",
         ),

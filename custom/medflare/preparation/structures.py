@@ -10,7 +10,7 @@ import numpy as np
 
 from medflare.core.settings import strict_dataclass
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.optimizers import Share
+from medflare.tasks.optimizers import Fraction
 
 # Longest sides, in pixels or voxels, to which masks are resized.
 SIDES = {2: (32, 48, 64, 96, 128, 160, 192, 256, 384, 512), 3: (16, 24, 32, 48, 64, 80, 96, 128)}
@@ -26,7 +26,7 @@ class Layout:
     # Longest side -> Dice of a mask and the same mask after resizing to this side and back: the
     # mean over the images that show a structure, of the structure that loses most. Sides above
     # those of all images are left out.
-    detail: dict[int, Share]
+    detail: dict[int, Fraction]
     # By axis: whether one structure lies before another one in nearly all images.
     ordered: tuple[bool, ...]
 

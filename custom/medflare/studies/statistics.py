@@ -30,7 +30,7 @@ from medflare.tasks.class_metrics import (
     of_outputs,
     one_hot,
 )
-from medflare.tasks.classes import has_interval, shares_below
+from medflare.tasks.classes import fractions_below, has_interval
 from medflare.tasks.config import draws_images
 from medflare.tasks.metrics_table import known_metric
 from medflare.tasks.summaries import ALL, MEANS_OVER_IMAGES, Interval, mean_of_defined, percentiles
@@ -699,8 +699,8 @@ def delong(
         members = len(np.unique(clusters[group]))
         if members < 2:
             return Comparison(n=len(names))
-        gain = shares_below(after[group], after[~group])
-        gain -= shares_below(before[group], before[~group])
+        gain = fractions_below(after[group], after[~group])
+        gain -= fractions_below(before[group], before[~group])
         fractions.append(gain.mean())
         patient_sums = np.bincount(clusters[group], gain - gain.mean(), len(names)) / group.sum()
         variance += members / (members - 1) * float(patient_sums @ patient_sums)

@@ -712,22 +712,22 @@ class StudyTables:
         """Balanced accuracy of each row's selector on test images, and how many images a personal
         model predicted; None without one.
         """
-        shares = defaultdict(list)  # of every run with a selector
+        recognized = defaultdict(list)  # of every run with a selector
         tested: set[str] = set()
         for row, runs in self.groups.items():
             for run in runs:
                 table = confusion(run["sites"])
                 if table:
                     tested |= table.keys()
-                    shares[row].append(_selector_shares(run, table))
+                    recognized[row].append(_recognized(run, table))
         sites = sorted(tested)
         headings = ["method", "balanced accuracy", *(f"{site} recognised" for site in sites)]
         lines = [[*headings, "answered by a personal model", "runs"]]
-        for row, run_shares in shares.items():
-            columns = pd.DataFrame(run_shares, columns=[*sites, _PERSONAL], dtype=float)
+        for row, fractions in recognized.items():
+            columns = pd.DataFrame(fractions, columns=[*sites, _PERSONAL], dtype=float)
             cells = [spread("share", columns[sites].mean(axis=1))]
             cells += [spread("share", column) for _, column in columns.items()]
-            lines.append([row, *cells, str(len(run_shares))])
+            lines.append([row, *cells, str(len(fractions))])
         return _unless_empty(lines, left=1)
 
     def routing(self) -> Table | None:
@@ -883,22 +883,22 @@ def with_best_expert(run: Results, metric: str) -> Results:
     return run
 
 
-def _selector_shares(run: Results, table: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-    """Site -> the share of its test images that the selector recognised; `_PERSONAL` -> the share
-    of all that a personal model predicted. Without images, nothing.
+def _recognized(run: Results, table: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
+    """Site -> the fraction of its test images that the selector recognised; `_PERSONAL` -> that of
+    all that a personal model predicted. Without images, nothing.
 
     `table`: see `confusion`.
     """
-    shares = {}
+    fractions = {}
     for site, row in table.items():
         images = sum(row.values())
         if images:
-            shares[site] = row.get(site, 0) / images
+            fractions[site] = row.get(site, 0) / images
     reports = [run["sites"][site]["reports"]["deployed"] for site in table]
     counts = pd.DataFrame(reports).drop(columns="selector").sum()
     if counts.sum():
-        shares[_PERSONAL] = float(1 - counts.get("global", 0) / counts.sum())
-    return shares
+        fractions[_PERSONAL] = float(1 - counts.get("global", 0) / counts.sum())
+    return fractions
 
 
 def curve_of(runs: Sequence[Results], model: str) -> dict[int, float]:
@@ -928,8 +928,8 @@ def summed_up(run_findings: Sequence[Finding], runs: int) -> list[str]:
         if not same or (is_rare and kind not in UNUSABLE):
             continue
         sites = set[str]().union(*(finding.sites for finding in same))
-        share = f" ({len(same)} of {runs} runs)" if len(same) < runs else ""
-        lines.append(replace(same[0], sites=tuple(sorted(sites))).at_sites + share)
+        some = f" ({len(same)} of {runs} runs)" if len(same) < runs else ""
+        lines.append(replace(same[0], sites=tuple(sorted(sites))).at_sites + some)
     return lines
 
 

@@ -210,13 +210,13 @@ def curve_points(scores: Floats, truth: Bools) -> list[tuple[float, float]]:
         return []
     thresholds = np.unique(scores)[::-1]
     points = [(0.0, 0.0)]
-    false_alarms = _shares_from(thresholds, scores[~truth]).tolist()
-    hits = _shares_from(thresholds, scores[truth]).tolist()
+    false_alarms = _fractions_from(thresholds, scores[~truth]).tolist()
+    hits = _fractions_from(thresholds, scores[truth]).tolist()
     points += zip(false_alarms, hits, strict=True)
     return points
 
 
-def _shares_from(thresholds: Floats, scores: Floats) -> Floats:
+def _fractions_from(thresholds: Floats, scores: Floats) -> Floats:
     """For each threshold the share of scores that are equal or higher."""
     lower = np.searchsorted(np.sort(scores), thresholds, "left")
     return (len(scores) - lower) / len(scores)
@@ -316,8 +316,8 @@ def area_interval(scores: Floats, truth: Bools) -> Area:
     n = int((~truth).sum())
     if not m or not n:
         return Area(np.nan, np.nan, np.nan)
-    v10 = shares_below(scores[truth], scores[~truth])
-    v01 = 1 - shares_below(scores[~truth], scores[truth])
+    v10 = fractions_below(scores[truth], scores[~truth])
+    v01 = 1 - fractions_below(scores[~truth], scores[truth])
     value = float(v10.mean())
     if m < 2 or n < 2:
         return Area(value, np.nan, np.nan)
@@ -327,11 +327,11 @@ def area_interval(scores: Floats, truth: Bools) -> Area:
     return Area(value, max(0.0, value - width), min(1.0, value + width))
 
 
-def shares_below(values: Floats, others: Floats) -> Floats:
+def fractions_below(values: Floats, others: Floats) -> Floats:
     """For each value the share of others below it, equal ones count half: the mean of DeLong's ψ.
 
     Examples:
-        >>> shares_below(np.array([2.0, 3.0]), np.array([1.0, 2.0]))
+        >>> fractions_below(np.array([2.0, 3.0]), np.array([1.0, 2.0]))
         array([0.75, 1.  ])
     """
     in_order = np.sort(others)

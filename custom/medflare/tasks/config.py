@@ -30,7 +30,13 @@ from medflare.tasks.metrics_table import (
     require_usable,
     selection_metrics,
 )
-from medflare.tasks.optimizers import OPTIMIZERS, Schedule, Share, build_schedule, optimizer_class
+from medflare.tasks.optimizers import (
+    OPTIMIZERS,
+    Fraction,
+    Schedule,
+    build_schedule,
+    optimizer_class,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,7 +167,7 @@ class Freeze:
 class UnreadableLimit:
     """Maximum of skipped images at a site."""
 
-    share: Share = 0.05
+    share: Fraction = 0.05
     count: NonNegativeInt = 50
 
 

@@ -229,12 +229,12 @@ def surface_dice(
     """
     import torch
 
-    def share_near(there: "Tensor", back: "Tensor") -> "Tensor":
+    def fraction_near(there: "Tensor", back: "Tensor") -> "Tensor":
         return (torch.cat([there, back]) <= tolerance).double().mean().float()  # as MONAI's
 
-    shares = _of_surfaces(share_near, predicted, truth, spacing)
+    near = _of_surfaces(fraction_near, predicted, truth, spacing)
     one_empty = predicted.flatten(2).any(2) != truth.flatten(2).any(2)
-    return shares.masked_fill(one_empty.cpu(), 0.0)
+    return near.masked_fill(one_empty.cpu(), 0.0)
 
 
 def _of_masks(

@@ -146,7 +146,7 @@ class _ValuesValid(Exception):
         raise self
 
 
-Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 @strict_dataclass
@@ -193,7 +193,7 @@ class Cosine(Schedule):
     """minimum + (1 - minimum) (1 + cos(π round / rounds)) / 2."""
 
     name: str = "cosine"
-    minimum: Share = 0.0
+    minimum: Fraction = 0.0
 
     def _factor(self, round: int, rounds: int) -> float:
         return self.minimum + (1 - self.minimum) * (1 + math.cos(math.pi * round / rounds)) / 2
@@ -205,7 +205,7 @@ class Polynomial(Schedule):
 
     name: str = "polynomial"
     power: PositiveFloat = 0.9
-    minimum: Share = 0.0
+    minimum: Fraction = 0.0
 
     def _factor(self, round: int, rounds: int) -> float:
         return self.minimum + (1 - self.minimum) * (1 - round / rounds) ** self.power

@@ -191,10 +191,10 @@ def _contrasts(rows: Sequence[Sequence[int]], contrast_of: Callable[[int], Tenso
     return deviations
 
 
-def _contrasted(deviations: Tensor, share: float = _LEAST_CONTRAST) -> int:
-    """How many are at least this share of the largest one; 0 if all are 0."""
+def _contrasted(deviations: Tensor, fraction: float = _LEAST_CONTRAST) -> int:
+    """How many are at least this fraction of the largest one; 0 if all are 0."""
     largest = deviations.max()
-    return int(((deviations >= share * largest) & (largest > 0)).sum())
+    return int(((deviations >= fraction * largest) & (largest > 0)).sum())
 
 
 def _deviations(image: Tensor) -> Tensor:
@@ -293,9 +293,9 @@ def _fewest(task: TaskConfig, weights: Tensor, patients: int, minimum: int) -> i
         if len(groups) == 1:
             counts.append(_weighty([heaviest[0]] * few + [lightest] * others))
             continue
-        # A group has the same share of an epoch, however few its patients are.
-        share = sum(heaviest[: min(few, len(groups) - 1)])
-        counts.append(_weighty([share / few] * few + [lightest / others] * others))
+        # A group has the same weight in an epoch, however few its patients are.
+        heavy = sum(heaviest[: min(few, len(groups) - 1)])
+        counts.append(_weighty([heavy / few] * few + [lightest / others] * others))
     return min(counts, default=patients)
 
 

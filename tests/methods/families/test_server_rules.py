@@ -17,7 +17,7 @@ from medflare.federation.settings import RunSettings
 from medflare.methods.aggregation import SiteModel
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
-from medflare.methods.families.server_rules import fedlws, fednova, fedopt, rule, validated, weights
+from medflare.methods.families.server_rules import fedlws, fednova, fedopt, validated, weights
 from medflare.methods.fedavg.site import FedAvgSite
 from medflare.methods.method import extended
 from methods import squares
@@ -596,7 +596,6 @@ class TestAllRules:
         assert left
         for name in left:
             assert "running" in name or "num_batches" in name
-        assert rule.fractions({"A": 3.0, "B": -1.0, "C": 1.0}) == {"A": 0.75, "B": 0.0, "C": 0.25}
 
     def test_second_moments(self) -> None:
         one = torch.tensor(1.0)

@@ -118,9 +118,9 @@ def _parts(
             continue
         lengths = torch.stack([squares[name] for name in names]).clamp(min=0).sqrt()
         counts = torch.tensor([sizes[name] for name in names], dtype=lengths.dtype)
-        share = (counts / counts.sum().clamp(min=1)).sqrt().unsqueeze(1)
+        fraction = (counts / counts.sum().clamp(min=1)).sqrt().unsqueeze(1)
         whole = usual_lengths(lengths.square().sum(dim=0).sqrt(), image_counts)
-        usual = torch.maximum(usual_lengths(lengths, image_counts), _SMALL * share * whole)
+        usual = torch.maximum(usual_lengths(lengths, image_counts), _SMALL * fraction * whole)
         yield names, lengths, usual, whole
 
 

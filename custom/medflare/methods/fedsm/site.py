@@ -129,18 +129,18 @@ class SuperModelSite(SitePersonal[F]):
         keys = (round, "selector", incoming.get(UPDATE) or 0, 0)
         total = samples_of_pass(site)
         values = []
-        shares = []
+        fractions = []
         selector.zero_grad()
         with seeded(site.seed, site.name, *keys, "dropout"):
             for batch in site.batches("train", *keys):
                 value = loss(selector(batch.images), batch)
-                share = len(batch.images) / total
-                (value * share).backward()
+                fraction = len(batch.images) / total
+                (value * fraction).backward()
                 values.append(value.detach())
-                shares.append(share)
+                fractions.append(fraction)
         weights = selector.named_parameters()
         gradients = {name: w.grad for name, w in weights if w.grad is not None}
-        return copy_state(gradients), weighted_sum(values, shares)
+        return copy_state(gradients), weighted_sum(values, fractions)
 
     def selector_reply(self, round: int, incoming: Message, loss: SelectorLoss) -> Message:
         """A reply with the selector's gradient alone."""

@@ -243,13 +243,13 @@ def most_representative(counts: Mapping[str, Tensor]) -> str:
     Args:
         counts: site -> (G, C) counts of G groups of C classes.
     """
-    everyone = _shares(torch.stack(list(counts.values())).sum(dim=0))
+    everyone = _frequencies(torch.stack(list(counts.values())).sum(dim=0))
 
     def distance(site: str) -> float:
-        return float((_shares(counts[site]) - everyone).abs().sum())
+        return float((_frequencies(counts[site]) - everyone).abs().sum())
 
     return min(sorted(counts), key=distance)
 
 
-def _shares(counts: Tensor) -> Tensor:
+def _frequencies(counts: Tensor) -> Tensor:
     return counts / counts.sum(dim=1, keepdim=True).clamp(min=1)

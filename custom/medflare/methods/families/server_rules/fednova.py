@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from medflare.core.numbers import fractions
 from medflare.methods import (
     ConfigError,
     FedAvgServer,
@@ -29,7 +30,7 @@ from medflare.methods import (
     count,
     extends,
 )
-from medflare.methods.families.server_rules.rule import Models, ReweightedMean, Weights, fractions
+from medflare.methods.families.server_rules.rule import Models, ReweightedMean, Weights
 from medflare.privacy.settings import is_private
 
 T = TypeVar("T")

@@ -1,11 +1,12 @@
 """What the rules share: weights by models or metrics, and a change of the mean model."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from medflare.core.numbers import fractions
 from medflare.core.states import States, gram
 from medflare.methods import (
     FedAvgServerHyper,
@@ -88,11 +89,11 @@ class ReweightedMean(WeightedMean):
 
     def _limited(self, weights: Weights) -> Weights:
         """The weights, the largest lowered to `max_client_weight`; empty if that leaves none."""
-        shares = fractions(weights)
+        normalized = fractions(weights)
         most = self.max_client_weight
-        if most is None or max(shares.values()) <= most:
+        if most is None or max(normalized.values()) <= most:
             return weights
-        limited = capped(shares, most)
+        limited = capped(normalized, most)
         return limited if any(limited.values()) else {}
 
     def pack(self, message: Message) -> None:
@@ -100,13 +101,6 @@ class ReweightedMean(WeightedMean):
 
     def unpack(self, message: Message) -> None:
         self.record = message.meta.pop("rule", {})
-
-
-def fractions(values: Mapping[str, float]) -> Weights:
-    """The values divided by their sum; negative ones count as 0, zeros if the sum is 0."""
-    positive = {site: max(0.0, value) for site, value in values.items()}
-    total = sum(positive.values()) or 1.0
-    return {site: value / total for site, value in positive.items()}
 
 
 def inner_products(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from medflare.core.numbers import fractions
 from medflare.methods import (
     MODEL,
     VALIDATION,
@@ -35,7 +36,6 @@ from medflare.methods.families.server_rules.rule import (
     ReweightedMean,
     UniformHyper,
     Weights,
-    fractions,
     inner_products,
 )
 

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from medflare.core.numbers import fractions
 from medflare.core.states import States, cosines
 from medflare.methods import (
     LOSS,
@@ -22,7 +23,6 @@ from medflare.methods.families.server_rules.rule import (
     ReweightedMean,
     UniformHyper,
     Weights,
-    fractions,
     inner_products,
 )
 
