@@ -290,7 +290,7 @@ Sent = dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]]
 def governance() -> str:
     """The page on governance, ending with every item of a site's replies, from the declarations of the methods."""
     from medflare.core.specs import MetaSpec, TensorSpec
-    from medflare.federation.protocol import BUILTIN_REPLY_META, PERSONAL_MODEL
+    from medflare.federation.builtin_messages import BUILTIN_REPLY_META, PERSONAL_MODEL
     from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE
     from medflare.methods.catalogue import SURVEYS, get_method, method_names
 

@@ -14,9 +14,8 @@ from medflare.core.errors import ConfigError, DataError, one_line
 from medflare.core.events import EventLog
 from medflare.core.files import csv_cell, csv_text
 from medflare.core.message import Message
-from medflare.core.text import format_seconds, printable_json, read_text
+from medflare.core.text import format_seconds, printable_json, read_text, reason_line
 from medflare.data.datalist import read_datalist
-from medflare.federation import protocol
 from medflare.federation.protocol import message_problem
 from medflare.tasks.config import load_task
 
@@ -35,7 +34,7 @@ def test_errors_and_events_are_one_printable_line() -> None:
     texts = [
         str(DataError(EVIL)),
         one_line(ValueError(EVIL)),
-        protocol.reason_line(EVIL),
+        reason_line(EVIL),
         next(iter(events))["message"],
     ]
     assert (

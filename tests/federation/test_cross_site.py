@@ -12,11 +12,11 @@ from medflare.core.message import Message
 from medflare.data.local import LocalSettings
 from medflare.evaluation.presentation import method_tables
 from medflare.evaluation.results import validate_results
+from medflare.federation.builtin_messages import PERSONAL_MODEL
 from medflare.federation.exchange import Answer
 from medflare.federation.local import loop
 from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.participant import Participant
-from medflare.federation.protocol import PERSONAL_MODEL
 from medflare.federation.settings import CROSS_SITE, FINALIZE
 from medflare.methods.base import Step
 from medflare.methods.catalogue import build_deployed

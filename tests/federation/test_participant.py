@@ -16,9 +16,10 @@ from medflare.core.phases import extends
 from medflare.core.specs import MetaSpec, number
 from medflare.core.store import MemoryStore
 from medflare.data.local import Bounds, LocalSettings
+from medflare.federation.builtin_messages import ENROL_REPLY_META
 from medflare.federation.final_models import SiteFolder, with_choice
 from medflare.federation.participant import Participant
-from medflare.federation.protocol import ENROL_REPLY_META, declaration_problem, message_problem
+from medflare.federation.protocol import declaration_problem, message_problem
 from medflare.federation.settings import FINALIZE
 from medflare.inference.deployed import KEPT, load_model, plain_message
 from medflare.methods import FeatureNetwork

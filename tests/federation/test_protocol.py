@@ -14,15 +14,17 @@ from medflare.core.errors import MessageError, StateError
 from medflare.core.message import Message
 from medflare.core.specs import StateSpec
 from medflare.core.store import MemoryStore
-from medflare.federation.exchange import with_step_number
-from medflare.federation.participant import Participant
-from medflare.federation.protocol import (
+from medflare.federation.builtin_messages import (
     COUNTS,
     ENROL_REPLY_META,
     FINAL_REPLY_META,
     INVITATION_META,
     METRICS,
     RUN_META,
+)
+from medflare.federation.exchange import with_step_number
+from medflare.federation.participant import Participant
+from medflare.federation.protocol import (
     declaration_problem,
     message_problem,
     negative,

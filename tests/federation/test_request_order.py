@@ -14,9 +14,9 @@ from medflare.core.errors import ConfigError, MessageError
 from medflare.core.message import Message
 from medflare.core.store import MemoryStore
 from medflare.data.local import Bounds, LocalSettings
+from medflare.federation.builtin_messages import FEDERATION_SHARES
 from medflare.federation.data_record import DataRecord
 from medflare.federation.participant import Participant
-from medflare.federation.protocol import FEDERATION_SHARES
 from medflare.federation.settings import FINALIZE
 from medflare.methods.catalogue import get_method
 from methods import squares

@@ -12,11 +12,12 @@ from medflare.core.phases import Phase
 from medflare.core.specs import MetaSpec, PerClass, TensorSpec
 from medflare.data.loading import SiteData, Split
 from medflare.data.local import LocalSettings
+from medflare.federation.builtin_messages import FINAL_REPLY_META
 from medflare.federation.exchange import with_step_number
 from medflare.federation.final_models import evaluate_final_models
 from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.participant import Participant
-from medflare.federation.protocol import FINAL_REPLY_META, declaration_problem
+from medflare.federation.protocol import declaration_problem
 from medflare.federation.run import Run
 from medflare.federation.settings import run_settings
 from medflare.federation.suppression import Suppression, has_small_class, small_classes

@@ -25,7 +25,7 @@ from medflare.core.message import Message
 from medflare.data.local import private_folder
 from medflare.evaluation.results import load_results
 from medflare.federation import data_record
-from medflare.federation.protocol import ENROL
+from medflare.federation.settings import ENROL
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.components import authorize
 from medflare.flare.controller import MedflareController

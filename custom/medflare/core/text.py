@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 NAME = 100  # maximum characters of a name
+LONGEST_REASON = 2_000  # characters of an event or an error
+LARGEST_INT = 2**63
 Json = Mapping[str, Any]  # a JSON object
 JsonDict = dict[str, Any]  # one that may be changed
 Say = Callable[[str], None]  # takes a line of progress
@@ -40,6 +42,21 @@ def escaped(text: str) -> str:
         else:
             letters.append(letter.encode("unicode_escape").decode())
     return "".join(letters)
+
+
+def shown(value: object) -> str:
+    """A value of another party for a message: the beginning of a text, else its type."""
+    if isinstance(value, str):
+        return repr(value[:60])
+    if isinstance(value, int) and abs(value) < LARGEST_INT:
+        return str(value)
+    return type(value).__name__
+
+
+def reason_line(text: object) -> str:
+    """A site's reason as one printable line of limited length."""
+    line = printable(str(text)[: 2 * LONGEST_REASON])
+    return line[:LONGEST_REASON] or "no reason given"
 
 
 def printable_json(value: Any, depth: int = 32) -> Any:

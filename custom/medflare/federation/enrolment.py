@@ -17,8 +17,7 @@ from medflare.core.packages import CODE, versions
 from medflare.core.text import Json, JsonDict
 from medflare.data.acquisition import TrainedOn, far_beyond, joined_range, read_range
 from medflare.evaluation.results import versions_of_run
-from medflare.federation.exchange import Answer, Transport
-from medflare.federation.protocol import (
+from medflare.federation.builtin_messages import (
     CLASS_COUNTS,
     COMBINED,
     COUNTS,
@@ -30,6 +29,7 @@ from medflare.federation.protocol import (
     START,
     VERSIONS,
 )
+from medflare.federation.exchange import Answer, Transport
 from medflare.federation.settings import ENROL, step_name
 from medflare.methods.aggregation import capped
 from medflare.methods.base import ServerContext, Step

@@ -8,16 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from medflare.core.message import Message, Messages
-from medflare.federation.outcome import Outcome, SiteCost
-from medflare.federation.protocol import (
+from medflare.core.text import reason_line
+from medflare.federation.builtin_messages import (
     BUILTIN_REPLY_META,
     PERSONAL_MODEL,
     RUN_ROUNDS,
     STEP,
-    declaration_problem,
-    message_problem,
-    reason_line,
 )
+from medflare.federation.outcome import Outcome, SiteCost
+from medflare.federation.protocol import declaration_problem, message_problem
 from medflare.federation.settings import FINALIZE, step_name
 from medflare.methods.base import Step
 

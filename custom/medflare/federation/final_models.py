@@ -26,7 +26,7 @@ from medflare.evaluation.findings import NO_BETTER, standing
 from medflare.evaluation.presentation import format_metric, metric_label
 from medflare.evaluation.report import SiteReport, patient_values, render_site_report, value_label
 from medflare.evaluation.results import REPORT_FILE
-from medflare.federation.protocol import CONSTANT, EVENTS
+from medflare.federation.builtin_messages import CONSTANT, EVENTS
 from medflare.federation.suppression import (
     counts_of_splits,
     has_small_cell,

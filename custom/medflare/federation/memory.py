@@ -18,7 +18,7 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.core.store import StateStore, Store
 from medflare.core.text import JsonDict
-from medflare.federation.protocol import ROLE, SITES, START
+from medflare.federation.builtin_messages import ROLE, SITES, START
 from medflare.methods.base import SiteAlgorithm, memory_problem
 
 _PREFIX = "algorithm-"

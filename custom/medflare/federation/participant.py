@@ -19,17 +19,7 @@ from medflare.core.text import Json, JsonDict
 from medflare.data.loading import NOT_LISTED
 from medflare.data.local import PLACE, LocalSettings
 from medflare.data.targets import scarce_classes, scarce_line
-from medflare.federation.data_record import DataRecord, other_images_refusal
-from medflare.federation.enrolment import first_difference, identity_of, versions_here
-from medflare.federation.final_models import (
-    SiteFolder,
-    evaluate_final_models,
-    metric_of,
-    with_adapted,
-    with_choice,
-)
-from medflare.federation.memory import StoredAlgorithm, WorkingTime
-from medflare.federation.protocol import (
+from medflare.federation.builtin_messages import (
     ADAPT,
     CLASS_COUNTS,
     COMBINED,
@@ -52,8 +42,18 @@ from medflare.federation.protocol import (
     TESTED,
     TRAINING_FINDINGS,
     VERSIONS,
-    RequestValidator,
 )
+from medflare.federation.data_record import DataRecord, other_images_refusal
+from medflare.federation.enrolment import first_difference, identity_of, versions_here
+from medflare.federation.final_models import (
+    SiteFolder,
+    evaluate_final_models,
+    metric_of,
+    with_adapted,
+    with_choice,
+)
+from medflare.federation.memory import StoredAlgorithm, WorkingTime
+from medflare.federation.protocol import RequestValidator
 from medflare.federation.request_order import RequestOrder
 from medflare.federation.settings import BUILTIN_PHASES, CROSS_SITE, ENROL, FINALIZE, step_name
 from medflare.federation.suppression import (

@@ -16,7 +16,7 @@ from medflare.core.states import StateDict
 from medflare.core.store import Store, states_digest
 from medflare.core.text import Json
 from medflare.data.local import PLACE
-from medflare.federation.protocol import FINISHED, ROLE, SITES
+from medflare.federation.builtin_messages import FINISHED, ROLE, SITES
 from medflare.federation.settings import CROSS_SITE, FINALIZE, step_name
 from medflare.methods.base import Plan, ServerContext, SiteAlgorithm, Step
 from medflare.methods.method import Method

@@ -20,13 +20,13 @@ from medflare.evaluation.results import (
     build_results,
     versions_of_run,
 )
+from medflare.federation.builtin_messages import FEDERATION_SHARES
 from medflare.federation.checkpoint import Checkpoint
 from medflare.federation.enrolment import identity_of, join_problems, trained_on
 from medflare.federation.exchange import Exchange
 from medflare.federation.final_models import PICTURES
 from medflare.federation.outcome import Outcome, StepReport
 from medflare.federation.preflight import check_run
-from medflare.federation.protocol import FEDERATION_SHARES
 from medflare.federation.schedule import Federation
 from medflare.federation.settings import WAITS, RunSettings
 from medflare.federation.tracking import Tracker
@@ -246,7 +246,7 @@ class Run:
     def _site_record(self, site: str) -> SiteRecord:
         role = "outside" if site in self.settings.outside else "inside"
         counts = self.outcome.enrolled.get(site, {}).get("n", {})
-        # Of `protocol.FINAL_REPLY_META`.
+        # Of `builtin_messages.FINAL_REPLY_META`.
         meta = self.outcome.final_metadata.get(site, {})
         return SiteRecord(role, **{"n": counts, **meta})
 

@@ -20,15 +20,7 @@ from medflare.core.rng import numpy_generator
 from medflare.core.states import StateDict
 from medflare.core.text import Json
 from medflare.evaluation.findings import kinds_of_training
-from medflare.federation.enrolment import (
-    Enrolment,
-    join_problems,
-    reported_class_shares,
-    trained_on,
-)
-from medflare.federation.exchange import Exchange, Transport, with_step_number
-from medflare.federation.outcome import Outcome, StepReport
-from medflare.federation.protocol import (
+from medflare.federation.builtin_messages import (
     ADAPT,
     COUNTS,
     EVENTS,
@@ -40,8 +32,16 @@ from medflare.federation.protocol import (
     TEST_PERSONAL,
     TESTED,
     TRAINING_FINDINGS,
-    tensor_problem,
 )
+from medflare.federation.enrolment import (
+    Enrolment,
+    join_problems,
+    reported_class_shares,
+    trained_on,
+)
+from medflare.federation.exchange import Exchange, Transport, with_step_number
+from medflare.federation.outcome import Outcome, StepReport
+from medflare.federation.protocol import tensor_problem
 from medflare.federation.settings import CROSS_SITE, FINALIZE, Rules, step_name
 from medflare.federation.step_errors import named_errors
 from medflare.federation.update_validation.drift import DriftMemory

@@ -23,7 +23,7 @@ from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 
 from medflare.core.errors import ConfigError, MedflareError, UpdateError
 from medflare.core.files import appending, csv_text
-from medflare.core.text import Json, JsonDict
+from medflare.core.text import Json, JsonDict, reason_line, shown
 from medflare.data.local import OUTBOUND, OutboundLimits, local_settings, read_local
 from medflare.flare.components import refuse_result_filters
 from medflare.flare.messages import (
@@ -127,8 +127,8 @@ class OutboundGuard(Filter):
         Args:
             share_model: whether the final reply may hold the personal model.
         """
+        from medflare.federation.builtin_messages import BUILTIN_REPLY_META, PERSONAL_MODEL
         from medflare.federation.memory import stored_members
-        from medflare.federation.protocol import BUILTIN_REPLY_META, PERSONAL_MODEL
         from medflare.federation.settings import ENROL, FINALIZE
         from medflare.methods.catalogue import get_method
         from medflare.tasks.config import load_task
@@ -181,7 +181,8 @@ def plain_meta(meta: Json, declared: "tuple[MetaSpec, ...]", site: str) -> JsonD
     Raises:
         UpdateError: an item is not declared, or is invalid.
     """
-    from medflare.federation.protocol import EVENTS, event_problem, meta_problem, shown
+    from medflare.federation.builtin_messages import EVENTS
+    from medflare.federation.protocol import event_problem, meta_problem
 
     problem = meta_problem(meta)
     if problem:
@@ -241,8 +242,6 @@ def _undeclared(shareable: Shareable, site: str) -> Shareable:
 
 def _one_line(text: str) -> str:
     """A reason as it may leave the site: one line of limited length, without the site's folders."""
-    from medflare.federation.protocol import reason_line
-
     return reason_line(without_folders(text))[:_LONGEST]
 
 
@@ -251,7 +250,7 @@ def _rows(
 ) -> list[JsonDict]:
     """A row of outbound.csv for each entry and for each item of the metadata."""
     from medflare.core.states import state_bytes
-    from medflare.federation.protocol import EVENTS
+    from medflare.federation.builtin_messages import EVENTS
 
     purposes = {item.name: item.about for item in (EVENTS, *declared)}
     rows = []

@@ -25,9 +25,9 @@ from medflare.core.errors import Aborted, ConfigError, MedflareError, StepFailed
 from medflare.core.message import Message, Messages
 from medflare.core.store import SEPARATOR, flat
 from medflare.core.text import JsonDict
+from medflare.federation.builtin_messages import RUN_ROUNDS
 from medflare.federation.exchange import Answer, Answers
 from medflare.federation.participant import Participant, import_ahead
-from medflare.federation.protocol import RUN_ROUNDS
 from medflare.federation.settings import step_name
 from medflare.federation.step_errors import named_errors
 from medflare.methods.base import Step

@@ -22,13 +22,9 @@ from medflare.core.message import Message, Messages
 from medflare.core.phases import Items, Phase
 from medflare.core.specs import Manifest, StateSpec
 from medflare.core.states import CHUNK, cosines, iter_chunks
-from medflare.federation.protocol import (
-    COUNTS,
-    METRIC,
-    declaration_problem,
-    reason_line,
-    tensor_problem,
-)
+from medflare.core.text import reason_line
+from medflare.federation.builtin_messages import COUNTS, METRIC
+from medflare.federation.protocol import declaration_problem, tensor_problem
 from medflare.federation.update_validation import clipping
 from medflare.federation.update_validation.drift import DriftMemory, ImageCounts, Reasons, Sketches
 from medflare.methods.base import ServerContext, Step
