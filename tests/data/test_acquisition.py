@@ -154,7 +154,7 @@ def test_a_range_is_read_back_and_another_value_is_an_error() -> None:
     assert (
         read_range(RANGE.to_dict()) == RANGE
         and check_range(RANGE.to_dict())
-        and RANGE.misfit(VOLUMES) == ""
+        and RANGE.misfit(VOLUMES) is None
     )
     changes: list[dict[str, object]] = [
         {"images": 0},

@@ -46,12 +46,12 @@ def require(module: str, purpose: str, error: type[MedflareError] = ConfigError)
         )
 
 
-def trust_refusal(module: str, packages: Iterable[str]) -> str:
-    """Why code of a module that a job, a task or a card names is not imported; "" if it may be.
+def trust_refusal(module: str, packages: Iterable[str]) -> str | None:
+    """Why code of a module that a job, a task or a card names is not imported; None if it may be.
 
     Examples:
         >>> trust_refusal("lab_nets.small", ["lab_nets"]), trust_refusal("os", ["os"])
-        ('', 'code of os is never imported by name')
+        (None, 'code of os is never imported by name')
     """
     parts = module.split(".")
     package = parts[0]
@@ -61,7 +61,7 @@ def trust_refusal(module: str, packages: Iterable[str]) -> str:
         return f"code of {package} is never imported by name"
     for name in packages:
         if module == name or module.startswith(f"{name}."):
-            return ""
+            return None
     return f'to trust it, add "{package}" to packages in local/medflare.json'
 
 

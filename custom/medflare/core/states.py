@@ -227,11 +227,11 @@ def split_state(state: State, chosen: frozenset[str]) -> tuple[StateDict, StateD
     return selected, others
 
 
-def misfit(state: State, like: State) -> str:
-    """Why `state` cannot be loaded in place of `like`, naming up to three tensors; "" if it can."""
+def misfit(state: State, like: State) -> str | None:
+    """Why `state` cannot be loaded in place of `like`, with up to three tensors; None if it can."""
     names = _different(state, like)
     if not names:
-        return ""
+        return None
     return f"{', '.join(names[:3])} missing, unexpected or of another shape"
 
 

@@ -107,13 +107,13 @@ class TrainedOn:
         text = json.dumps(asdict(self))
         return json.loads(text, parse_float=lambda digits: float(f"{float(digits):.6g}"))
 
-    def misfit(self, task: TaskConfig) -> str:
-        """Why it cannot be of a task's images, or ""."""
+    def misfit(self, task: TaskConfig) -> str | None:
+        """Why it cannot be of a task's images, or None."""
         axes = {len(end) for pair in (self.sides, self.spacing, self.extent) for end in pair or ()}
         channels = {len(end) for pair in (self.medians, self.contrasts) for end in pair}
         expected = task.image_channels if task.image_channels <= _MAX_CHANNELS else 0
         if axes == {task.spatial_dims} and channels == {expected}:
-            return ""
+            return None
         return f"{TRAINED_ON} has other axes or channels than the task"
 
 

@@ -175,8 +175,8 @@ class Enrolment:
         self.enrolled[site] = meta
         self.context.site_counts[site] = meta
 
-    def _problem(self, site: str, reply: Message) -> str:
-        """Why a site cannot take part with what it reports, "" if it can."""
+    def _problem(self, site: str, reply: Message) -> str | None:
+        """Why a site cannot take part with what it reports, None if it can."""
         images = reply[COUNTS]
         trains = any(N_SAMPLES in phase.meta for phase in self.context.phases.values())
         if trains and self._role(site) == "inside" and not images.get("train"):
@@ -205,11 +205,11 @@ class Enrolment:
                 return f"{RANGE.name} is of more images than it trains on"
         return self._count_problem(reply[CLASS_COUNTS], images.get("train", 0))
 
-    def _count_problem(self, counts: Sequence[int], images: int) -> str:
-        """Why counts by class are not those of so many training images, "" if they can be."""
+    def _count_problem(self, counts: Sequence[int], images: int) -> str | None:
+        """Why counts by class are not those of so many training images, None if they can be."""
         task = self.context.task
         if not counts:
-            return ""
+            return None
         classes = len(task.classes)
         if len(counts) != classes:
             return f"class_counts has {len(counts)} numbers for {classes} classes"
@@ -219,7 +219,7 @@ class Enrolment:
             most *= math.prod(task.size)
         if count > most and not (task.kind == "segmentation" and task.image_mode == "patch"):
             return f"class_counts has {count}, more than its {images} training images can have"
-        return ""
+        return None
 
     def _note_ranges(self, sites: Collection[str], round: int) -> None:
         """Warn of the images of new sites that are far beyond those of all others."""

@@ -480,14 +480,14 @@ class Participant:
         if self.folder is not None:
             self.folder.store(role, model, summary)
 
-    def _unshared(self, personal: Message) -> str:
-        """Why the personal model does not leave the site; "" if it does."""
+    def _unshared(self, personal: Message) -> str | None:
+        """Why the personal model does not leave the site; None if it does."""
         if not self.local.share_model:
             return f"share_model in its {PLACE} is not true"
         if self._private:
             return "it is trained with differential privacy, which does not cover this"
         kind = personal.meta["kind"]
-        return "" if kind == "plain" else f"it is of kind {kind}"
+        return None if kind == "plain" else f"it is of kind {kind}"
 
     def _cross_site(self, site: Site, incoming: Message, is_repeated: bool) -> Message:
         """The task's metric of the other sites' personal models on this site's test images."""

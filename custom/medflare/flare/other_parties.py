@@ -420,13 +420,13 @@ class OpenStreams:
         with self._lock:
             self._streams[_party_of(message)].append((task, time.monotonic()))
 
-    def refusal(self, message: Message) -> str:
+    def refusal(self, message: Message) -> str | None:
         """Why a part of a stream is not taken: its party has too many others, or too much in them;
-        "" if it is.
+        None if it is.
         """
         party = _party_of(message)
         if party == FQCN.ROOT_SERVER:
-            return ""
+            return None
         with self._lock:
             self._streams[party] = list(filter(_is_open, self._streams[party]))
             tasks = [task for task, _ in self._streams[party]]
@@ -442,7 +442,7 @@ class OpenStreams:
             return f"{party} has {others} unfinished streams"
         if size > _STREAM_BYTES or out_of_order > _OUT_OF_ORDER_BYTES:
             return f"{party} has {size + out_of_order} bytes in unfinished streams"
-        return ""
+        return None
 
 
 def _is_open(stream: tuple[RxTask, float]) -> bool:
@@ -601,9 +601,10 @@ def is_own(cell: str, endpoint: str) -> bool:
     return endpoint == FQCN.ROOT_SERVER or is_parent or is_job_of_site
 
 
-def _administrative_refusal(cell: str, request: Message) -> str:
-    """Why a site does not answer an administrative request; "" if it does. `cell`: the site's full
-    name, below which those of its jobs are.
+def _administrative_refusal(cell: str, request: Message) -> str | None:
+    """Why a site does not answer an administrative request; None if it does.
+
+    `cell`: the site's full name, below which those of its jobs are.
     """
     origin = request.get_header(MessageHeaderKey.ORIGIN)
     is_of_job = origin.startswith(f"{cell}.")
@@ -617,4 +618,4 @@ def _administrative_refusal(cell: str, request: Message) -> str:
     job = asked.get_header(RequestHeader.JOB_ID)
     if job is not None and not JOB_ID.fullmatch(job):
         return "it names no job"
-    return ""
+    return None
