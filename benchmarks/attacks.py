@@ -23,7 +23,7 @@ from medflare.core.message import Message
 from medflare.core.rng import torch_generator
 from medflare.core.states import StateDict, difference, moved
 from medflare.data.loading import SiteData, Split
-from medflare.federation.exchange import Answer
+from medflare.federation.exchange import SiteReply
 from medflare.federation.local import loop
 from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.settings import ENROL
@@ -261,17 +261,17 @@ class Lying(LocalExchange):
         super().__init__(*arguments)
         self.memory = {site: {} for site in self.liars}
 
-    def answer(self, site: str, step: Step, message: Message) -> Answer:
+    def reply(self, site: str, step: Step, message: Message) -> SiteReply:
         sent = Message(
             {
                 entry: {name: tensor.clone() for name, tensor in state.items()}
                 for entry, state in message.states.items()
             }
         )
-        reply = super().answer(site, step, message)
+        reply = super().reply(site, step, message)
         if site not in self.liars or reply.message is None:
             return reply
-        return Answer(type(self).lie(step, sent, reply.message, self.memory[site]))
+        return SiteReply(type(self).lie(step, sent, reply.message, self.memory[site]))
 
 
 @cache

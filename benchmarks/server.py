@@ -102,7 +102,7 @@ class Stored:
     def __call__(self, step: Any, outgoing: Mapping[str, Any]) -> dict[str, Any]:
         from medflare.core.message import Message
         from medflare.core.store import read_message
-        from medflare.federation.exchange import Answer
+        from medflare.federation.exchange import SiteReply
 
         replies = {}
         for site in outgoing:
@@ -116,7 +116,7 @@ class Stored:
                 entry: {name: tensor.clone() for name, tensor in state.items()}
                 for entry, state in states.items()
             }  # as from the wire
-            replies[site] = Answer(Message(states, meta))
+            replies[site] = SiteReply(Message(states, meta))
         if step.phase == "finalize":
             tensors = [
                 tensor

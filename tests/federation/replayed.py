@@ -21,7 +21,7 @@ from torch import Tensor
 
 from helpers.small_tasks import small_task
 from medflare.core.message import Message
-from medflare.federation.exchange import Answer
+from medflare.federation.exchange import SiteReply
 from medflare.federation.participant import Participant
 from medflare.federation.run import Run
 from medflare.federation.settings import run_settings
@@ -78,31 +78,31 @@ class Recorded:
         """Every site, at any time: a recording is an exchange with real participants."""
         return [*SITES, *OUTSIDE]
 
-    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Answer]:
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, SiteReply]:
         place = step.phase, step.round, step.part
         self.sent[place] = {site: copied(message) for site, message in outgoing.items()}
         replies = {
-            site: self.participants[site].answer(*place[:2], copied(message))
+            site: self.participants[site].reply(*place[:2], copied(message))
             for site, message in outgoing.items()
         }
         self.replies[place] = {site: copied(message) for site, message in replies.items()}
-        return {site: Answer(message) for site, message in replies.items()}
+        return {site: SiteReply(message) for site, message in replies.items()}
 
 
 class Replay:
     """An exchange that replays a recording; at the places of `faults` the faulty site replies with these."""
 
-    def __init__(self, recorded: Recorded, faults: Mapping[Place, Answer]):
+    def __init__(self, recorded: Recorded, faults: Mapping[Place, SiteReply]):
         self.recorded, self.faults = recorded, faults
         self.sent: dict[Place, dict[str, Message]] = {}
 
     def present(self, round: int) -> list[str]:
         return [*SITES, *OUTSIDE]
 
-    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Answer]:
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, SiteReply]:
         place = step.phase, step.round, step.part
         self.sent[place] = {site: copied(message) for site, message in outgoing.items()}
-        replies = {site: Answer(copied(self.recorded.replies[place][site])) for site in outgoing}
+        replies = {site: SiteReply(copied(self.recorded.replies[place][site])) for site in outgoing}
         if place in self.faults and FAULTY in outgoing:
             replies[FAULTY] = self.faults[place]
         return replies

@@ -13,7 +13,7 @@ from medflare.data.local import LocalSettings
 from medflare.evaluation.presentation import method_tables
 from medflare.evaluation.results import validate_results
 from medflare.federation.builtin_messages import PERSONAL_MODEL
-from medflare.federation.exchange import Answer
+from medflare.federation.exchange import SiteReply
 from medflare.federation.local import loop
 from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.participant import Participant
@@ -71,7 +71,7 @@ def test_a_faulty_model_is_not_sent_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def spoilt(
         exchange: LocalExchange, step: Step, outgoing: dict[str, Message]
-    ) -> dict[str, Answer]:
+    ) -> dict[str, SiteReply]:
         replies = dict(honest(exchange, step, outgoing))
         if step.phase == FINALIZE:
             state = replies["site-1"].message[PERSONAL_MODEL]  # type: ignore[index]
@@ -94,10 +94,10 @@ def test_a_faulty_model_is_not_sent_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_site_that_does_not_test_has_no_column(monkeypatch: pytest.MonkeyPatch) -> None:
     class Silent(Participant):
-        def answer(self, phase: str, round: int, incoming: Message) -> Message:
+        def reply(self, phase: str, round: int, incoming: Message) -> Message:
             if phase == CROSS_SITE and self.name == "site-2":
                 raise MessageError("the disk is full")
-            return super().answer(phase, round, incoming)
+            return super().reply(phase, round, incoming)
 
     monkeypatch.setattr(loop, "Participant", Silent)
     results = run()
@@ -125,9 +125,9 @@ def finished(
     participant = squares.participant(site, "fedavg", hyper or {}, **settings)
     squares.enrol(participant)
     state = site.network().state_dict()
-    participant.answer("train", 0, Message({"model": state}, {"step": 0, "run_rounds": 1}))
+    participant.reply("train", 0, Message({"model": state}, {"step": 0, "run_rounds": 1}))
     asked = {} if share is None else {"share": share}
-    return participant, participant.answer(
+    return participant, participant.reply(
         FINALIZE, 1, Message({"model": state}, {"step": 1, "run_rounds": 1, **asked})
     )
 
@@ -164,7 +164,7 @@ def test_a_metric_of_few_patients_does_not_leave(minimum: int, sent: bool) -> No
     request = Message(
         {f"{PERSONAL_MODEL.name}/B": reply[PERSONAL_MODEL]}, {"step": 1, "run_rounds": 1}
     )
-    value = participant.answer(CROSS_SITE, 1, request).meta[CROSS_SITE]["B"]
+    value = participant.reply(CROSS_SITE, 1, request).meta[CROSS_SITE]["B"]
     assert (value is not None) == sent
     if sent:
         assert value == reply.meta["metrics"]["personal"]["dice"]
@@ -180,7 +180,7 @@ def test_a_metric_that_few_patients_define_does_not_leave(
     state = {name: torch.zeros_like(tensor) for name, tensor in reply[PERSONAL_MODEL].items()}
     state["head.bias"] -= 9
     request = Message({f"{PERSONAL_MODEL.name}/B": state}, {"step": 1, "run_rounds": 1})
-    assert participant.answer(CROSS_SITE, 1, request).meta[CROSS_SITE] == {"B": value}
+    assert participant.reply(CROSS_SITE, 1, request).meta[CROSS_SITE] == {"B": value}
 
 
 def test_a_site_takes_models_of_members_that_fit() -> None:
@@ -192,4 +192,4 @@ def test_a_site_takes_models_of_members_that_fit() -> None:
         {f"{PERSONAL_MODEL.name}/B": {"other": torch.ones(3)}},
     ):
         with pytest.raises(MessageError):
-            participant.answer(CROSS_SITE, 1, Message(states, {"step": 1, "run_rounds": 1}))
+            participant.reply(CROSS_SITE, 1, Message(states, {"step": 1, "run_rounds": 1}))

@@ -119,10 +119,10 @@ def test_events_about_few_test_patients_are_suppressed(tmp_path: Any) -> None:
         folder=artifacts,
         local=LocalSettings(minimum_patients=7),
     )
-    site.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]}))
+    site.reply("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]}))
     model = Site("A", task, split).network().state_dict()
     for step, (phase, round) in enumerate([("validate", 1), ("finalize", 1)]):
-        site.answer(phase, round, Message({"model": model}, {"step": step, "run_rounds": 1}))
+        site.reply(phase, round, Message({"model": model}, {"step": step, "run_rounds": 1}))
     assert "status doubtful" in (tmp_path / "report.html").read_text()
 
 
@@ -138,12 +138,12 @@ def test_that_a_model_overflows_for_one_of_few_test_patients_is_no_event(minimum
         {},
         local=LocalSettings(minimum_patients=minimum),
     )
-    site.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]}))
+    site.reply("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]}))
     state = Site("A", task, split).network().state_dict()
     overflowing = {name: tensor * 1e30 for name, tensor in state.items()}
     for step, (phase, round) in enumerate([("validate", 1), ("finalize", 1)]):
         message = Message({"model": overflowing}, {"step": step, "run_rounds": 1})
-        reply = site.answer(phase, round, message)
+        reply = site.reply(phase, round, message)
     assert reply.meta["metrics"]["global"]["accuracy"] is None
     said = [event["message"] for event in reply.meta["events"] if event["kind"] == "undefined"]
     assert any("NaN" in line for line in said) == (minimum == 5)

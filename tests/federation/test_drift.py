@@ -11,7 +11,7 @@ import medflare
 from helpers.small_tasks import tiny_phantom
 from medflare.core.message import Message
 from medflare.core.rng import torch_generator
-from medflare.federation.exchange import Answer
+from medflare.federation.exchange import SiteReply
 from medflare.federation.local import loop
 from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.outcome import StepReport
@@ -84,9 +84,9 @@ class Drifting(LocalExchange):
 
     factor = 1.0
 
-    def answer(self, site: str, step: Any, message: Any) -> Answer:
+    def reply(self, site: str, step: Any, message: Any) -> SiteReply:
         sent = {name: tensor.clone() for name, tensor in message.states.get("model", {}).items()}
-        reply = super().answer(site, step, message)
+        reply = super().reply(site, step, message)
         if site == "site-2" and reply.message is not None and "model" in reply.message.states:
             state = reply.message.states["model"]
             drawn = torch_generator(1)

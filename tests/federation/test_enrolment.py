@@ -11,7 +11,7 @@ from foreign.install import METHOD, install
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
 from medflare.federation.enrolment import Enrolment, join_problems, versions_here
-from medflare.federation.exchange import Answer, Transport
+from medflare.federation.exchange import SiteReply, Transport
 from medflare.federation.outcome import Outcome
 from medflare.federation.settings import ENROL
 from medflare.methods.base import ServerContext, Step
@@ -33,21 +33,21 @@ COUNTS: Final = counts(7)
 class Sites:
     """An exchange with sites that are there in some rounds, of which some cannot take part."""
 
-    def __init__(self, present: Mapping[int, str], broken: Mapping[str, Answer] | None = None):
+    def __init__(self, present: Mapping[int, str], broken: Mapping[str, SiteReply] | None = None):
         self.there, self.broken = present, broken or {}
         self.sent: dict[str, dict[str, Any]] = {}
 
     def present(self, round: int) -> list[str]:
         return list(self.there[round])
 
-    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Answer]:
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, SiteReply]:
         assert step.phase == ENROL
         for message in outgoing.values():
             assert not message.states
         self.sent |= {site: message.meta for site, message in outgoing.items()}
         events = [{"kind": "warning", "message": "a note"}]
         answers = {
-            site: Answer(Message({}, {**COUNTS, "events": list(events)})) for site in outgoing
+            site: SiteReply(Message({}, {**COUNTS, "events": list(events)})) for site in outgoing
         }
         return {site: self.broken.get(site, answer) for site, answer in answers.items()}
 
@@ -104,7 +104,7 @@ def test_a_returning_site_continues_unless_its_counts_changed_and_a_new_one_star
 def test_a_site_with_more_images_than_the_others_together_is_named_once() -> None:
     sites = Sites({0: "AB", 1: "ABC"})
     sites.broken = {
-        site: Answer(Message({}, counts(train)))
+        site: SiteReply(Message({}, counts(train)))
         for site, train in zip("ABC", (5, 5, 90), strict=True)
     }
     admission = enrolment(sites)
@@ -118,7 +118,7 @@ def test_a_site_with_more_images_than_the_others_together_is_named_once() -> Non
 
 
 def test_a_maximum_weight_applies_to_counts_by_class() -> None:
-    sites = Sites({0: "ABC"}, {"C": Answer(Message({}, counts(28)))})
+    sites = Sites({0: "ABC"}, {"C": SiteReply(Message({}, counts(28)))})
     for most, counted in ((None, {}), (0.5, {"A": 1.0, "B": 1.0, "C": 0.5})):
         admission = enrolment(sites)
         admission.max_client_weight = most
@@ -139,16 +139,16 @@ def test_absent_sites_are_noted_at_each_step_and_a_late_one_joins_and_is_invited
     assert noted(admission, "joined") == [("C", 2)] and list(sites.sent) == ["C"]
 
 
-LATE: Final = Answer(
+LATE: Final = SiteReply(
     problem="'enrol' of round 1 was closed after 9 s; the site was still at work", kind="late"
 )
 
 
 @pytest.mark.parametrize(
-    ("present", "reply", "round"), [("AB", Answer(problem="no images"), 1), ("ABC", LATE, 0)]
+    ("present", "reply", "round"), [("AB", SiteReply(problem="no images"), 1), ("ABC", LATE, 0)]
 )
 def test_a_site_that_fails_late_or_is_late_is_named_once_and_may_join_later(
-    present: str, reply: Answer, round: int
+    present: str, reply: SiteReply, round: int
 ) -> None:
     sites = Sites({0: present, 1: "ABC", 2: "ABC", 3: "ABC"}, {"C": reply})
     admission = enrolment(sites)
@@ -163,7 +163,7 @@ def test_a_site_that_cannot_take_part_ends_the_run() -> None:
     admission = enrolment(
         Sites(
             {0: "ABC"},
-            {"B": Answer(problem="no images"), "C": Answer(problem="site C: another task")},
+            {"B": SiteReply(problem="no images"), "C": SiteReply(problem="site C: another task")},
         )
     )
     with pytest.raises(FederationFailed, match=r"B: no images.*site C: another task"):
@@ -174,8 +174,8 @@ def test_too_few_inside_sites_end_the_run_with_the_reasons() -> None:
     with pytest.raises(FederationFailed, match=r"1 of .*min_sites"):
         enrolment(Sites({0: "BO"})).open(2)
     problems = {
-        "B": Answer(problem="no sign of life", kind="missing"),
-        "C": Answer(Message({}, counts(7) | {"class_counts": [0]})),
+        "B": SiteReply(problem="no sign of life", kind="missing"),
+        "C": SiteReply(Message({}, counts(7) | {"class_counts": [0]})),
     }
     with pytest.raises(FederationFailed, match=r"B: no sign.*C: class_counts"):
         enrolment(Sites({0: "ABC"}, problems)).open(2)
@@ -190,7 +190,7 @@ def test_a_range_is_of_the_training_images() -> None:
     answers = {}
     for site, images in (("A", 7), ("B", 2**63)):
         meta = {**COUNTS, "trained_on": {**trained_on, "images": images}}
-        answers[site] = Answer(Message({}, meta))
+        answers[site] = SiteReply(Message({}, meta))
     admission = enrolment(Sites({0: "ABC"}, answers))
     admission.open(2)
     assert admission.inside == ["A", "C"]
@@ -206,7 +206,7 @@ def test_a_range_far_beyond_the_others_is_named_once(joins: int) -> None:
         sides = [[16.0, 16.0], [16.0, 16.0]]
         trained_on = {"images": 7, "sides": sides, "spacing": None, "extent": None}
         trained_on |= {"coloured": [False], "medians": [[0.0], [1.0]], "contrasts": [[0.0], [span]]}
-        answers[site] = Answer(Message({}, {**COUNTS, "trained_on": trained_on}))
+        answers[site] = SiteReply(Message({}, {**COUNTS, "trained_on": trained_on}))
     present = {0: "AC" if joins else "ABC", 1: "ABC", 2: "ABC"}
     admission = enrolment(Sites(present, answers))
     admission.open(2)
@@ -220,7 +220,7 @@ def test_a_range_far_beyond_the_others_is_named_once(joins: int) -> None:
 def test_counts_by_class_are_of_the_training_images() -> None:
     """They decide class weights, shares and which model other sites get."""
     everything = {**COUNTS, "class_counts": [2**53, 0]}
-    admission = enrolment(Sites({0: "ABC"}, {"B": Answer(Message({}, everything))}))
+    admission = enrolment(Sites({0: "ABC"}, {"B": SiteReply(Message({}, everything))}))
     admission.open(2)
     assert admission.inside == ["A", "C"]
 
@@ -228,7 +228,7 @@ def test_counts_by_class_are_of_the_training_images() -> None:
 def test_a_rejected_site_is_named_once_and_not_invited_again() -> None:
     invalid = {"n": {"train": 10**400}, "class_counts": [1]}
     suppressed = {**COUNTS, "class_counts": []}
-    replies = {"B": Answer(Message({}, invalid)), "C": Answer(Message({}, suppressed))}
+    replies = {"B": SiteReply(Message({}, invalid)), "C": SiteReply(Message({}, suppressed))}
     sites = Sites({0: "ABCO", 1: "ABCO"}, broken=replies)
     admission = enrolment(sites)
     admission.open(2)
@@ -261,7 +261,7 @@ def test_a_site_with_other_versions_is_named_or_rejected(
     versions: dict[str, str], kind: str | None, tokens: tuple[str, ...]
 ) -> None:
     sites = Sites(
-        {0: "ABC", 1: "ABC"}, {"B": Answer(Message({}, {**COUNTS, "versions": dict(versions)}))}
+        {0: "ABC", 1: "ABC"}, {"B": SiteReply(Message({}, {**COUNTS, "versions": dict(versions)}))}
     )
     admission = enrolment(sites)
     admission.open(2)
@@ -294,7 +294,7 @@ def test_a_site_with_another_release_of_the_methods_package_is_named_or_refused(
     identity = {"method": METHOD, "hyper": {}}
     here = versions_here(identity, squares.SEGMENTATION)
     assert here["damped-fedavg"] == "0.1" and len(here["damped-fedavg code"]) == 16
-    reply = Answer(Message({}, {**COUNTS, "versions": {**here, **site}}))
+    reply = SiteReply(Message({}, {**COUNTS, "versions": {**here, **site}}))
     admission = enrolment(Sites({0: "ABC"}, {"B": reply}))
     admission.identity = identity
     admission.open(2)
@@ -306,7 +306,7 @@ def test_a_site_with_another_release_of_the_methods_package_is_named_or_refused(
 
 
 def test_an_inside_site_without_training_images_is_rejected() -> None:
-    sites = Sites({0: "ABCO"}, {site: Answer(Message({}, counts(0))) for site in "BO"})
+    sites = Sites({0: "ABCO"}, {site: SiteReply(Message({}, counts(0))) for site in "BO"})
     for site in sites.broken.values():
         assert site.message is not None
         site.message.meta["class_counts"] = []

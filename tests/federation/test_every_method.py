@@ -16,7 +16,7 @@ from helpers.small_tasks import small_task
 from medflare.core.message import Message
 from medflare.data.local import LocalSettings
 from medflare.federation.data_record import DataRecord
-from medflare.federation.exchange import Answer
+from medflare.federation.exchange import SiteReply
 from medflare.federation.local import loop
 from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.local.loop import run_local
@@ -159,7 +159,7 @@ class Observed:
     replies: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
 
     def note(
-        self, step: Step, outgoing: Mapping[str, Message], replies: Mapping[str, Answer]
+        self, step: Step, outgoing: Mapping[str, Message], replies: Mapping[str, SiteReply]
     ) -> None:
         if step.phase not in (ENROL, FINALIZE):
             self.steps.append((step.phase, step.round))
@@ -195,7 +195,7 @@ def observed(
 
     def noted(
         exchange: LocalExchange, step: Step, outgoing: dict[str, Message]
-    ) -> dict[str, Answer]:
+    ) -> dict[str, SiteReply]:
         replies = call(exchange, step, outgoing)
         run.note(step, outgoing, replies)
         return replies

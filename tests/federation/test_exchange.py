@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from medflare.core.message import Message
-from medflare.federation.exchange import Answer, Transport
+from medflare.federation.exchange import SiteReply, Transport
 from medflare.federation.outcome import Outcome, SiteCost
 from medflare.methods.base import Step
 
@@ -20,30 +20,30 @@ def message(size: int, **meta: object) -> Message:
 class Answering:
     """An exchange with prepared answers."""
 
-    def __init__(self, **answers: Answer):
+    def __init__(self, **answers: SiteReply):
         self.answers = answers
         self.calls = 0
 
     def present(self, round: int) -> list[str]:
         return sorted(self.answers)
 
-    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Answer]:
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, SiteReply]:
         self.calls += 1
         return self.answers
 
 
 def test_every_site_with_a_request_has_a_reply_in_sorted_order() -> None:
-    exchange = Answering(C=Answer(message(1)), A=Answer(message(2)), Z=Answer(message(9)))
+    exchange = Answering(C=SiteReply(message(1)), A=SiteReply(message(2)), Z=SiteReply(message(9)))
     transport = Transport(exchange, Outcome())
     replies = transport.ask(STEP, {name: message(4) for name in "CBA"})
     assert list(replies) == ["A", "B", "C"], "sorted, and no site without a request"
-    assert replies["B"] == Answer(problem="no answer to 'train' of round 3", kind="missing")
+    assert replies["B"] == SiteReply(problem="no reply to 'train' of round 3", kind="missing")
 
 
 def test_bytes_and_seconds_are_counted() -> None:
     outcome = Outcome()
     transport = Transport(
-        Answering(A=Answer(message(2), seconds=1.5), B=Answer(problem="broken", seconds=0.5)),
+        Answering(A=SiteReply(message(2), seconds=1.5), B=SiteReply(problem="broken", seconds=0.5)),
         outcome,
     )
     for calls in (1, 2):
@@ -68,7 +68,7 @@ def test_bytes_and_seconds_are_counted() -> None:
 )
 def test_a_sites_reason_is_one_printable_line(problem: str, expected: str) -> None:
     (reply,) = (
-        Transport(Answering(A=Answer(problem=problem)), Outcome())
+        Transport(Answering(A=SiteReply(problem=problem)), Outcome())
         .ask(STEP, {"A": Message()})
         .values()
     )
@@ -80,7 +80,7 @@ def test_tensors_in_a_phase_without_tensors_are_rejected(phase: str) -> None:
     meta = {"n": {"train": 1}, "class_counts": [1]} if phase == "enrol" else {"metrics": {}}
     outcome = Outcome()
     (reply,) = (
-        Transport(Answering(A=Answer(message(9, **meta))), outcome)
+        Transport(Answering(A=SiteReply(message(9, **meta))), outcome)
         .ask(Step(phase, 0), {"A": Message()})
         .values()
     )

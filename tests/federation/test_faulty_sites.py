@@ -26,7 +26,7 @@ from federation.replayed import (
 )
 from medflare.core.message import Message
 from medflare.evaluation.results import REPORT_FILE, validate_results
-from medflare.federation.exchange import Answer
+from medflare.federation.exchange import SiteReply
 from medflare.federation.protocol import non_finite
 from medflare.federation.settings import ENROL, FINALIZE
 
@@ -119,7 +119,7 @@ def run_with(
     places = (
         [place for place in recording.replies if place[0] != ENROL] if places is None else places
     )
-    exchange = Replay(recording, {place: Answer(fault(recording, place)) for place in places})
+    exchange = Replay(recording, {place: SiteReply(fault(recording, place)) for place in places})
     results = recording.run(folder).execute(exchange, checked=True)  # the recording is
     assert results["status"] == "COMPLETED", results["reason"]
     validate_results(results)
@@ -154,7 +154,7 @@ def test_a_rejected_update_has_no_effect_on_the_results(tmp_path: Path) -> None:
     place = ("train", 0, 0)
     recording = recorded("fedavg")
     rejected = run_with("fedavg", FAULTS["NaN in tensors"], [place], tmp_path)
-    missing = recording.run().execute(Replay(recording, {place: Answer(problem="no answer")}))
+    missing = recording.run().execute(Replay(recording, {place: SiteReply(problem="no answer")}))
     assert rejected["mean"] == missing["mean"] and rejected["sites"] == missing["sites"]
     assert (tmp_path / REPORT_FILE).is_file()
 

@@ -42,7 +42,7 @@ def asked(participant: Participant, phase: str, number: int = 0, rounds: int = 1
     incoming = Message(
         {"model": squares.site("A").network().state_dict()}, {"step": number, "run_rounds": rounds}
     )
-    return participant.answer(phase, number, incoming)
+    return participant.reply(phase, number, incoming)
 
 
 def test_notes_of_the_data_are_limited_and_left_out_images_are_counted_only() -> None:
@@ -167,7 +167,7 @@ def test_another_run_does_not_continue_from_a_stored_state(
     def trained(participant: Participant, number: int) -> Message:
         numbers = {"step": number, "run_rounds": 9}
         incoming = Message({"model": site.network().state_dict()}, numbers)
-        return participant.answer("train", number, incoming)
+        return participant.reply("train", number, incoming)
 
     def resume(participant: Participant) -> None:
         squares.enrol(participant, round=1, finished=1)
@@ -380,10 +380,10 @@ def test_what_dp_sgd_has_not_protected_does_not_leave_a_private_run() -> None:
         squares.enrol(participant)
         request = Message({"model": model}, {"step": 1, "run_rounds": 1})
         if not refusal:
-            assert participant.answer("train", 0, request).states["model"].keys() == model.keys()
+            assert participant.reply("train", 0, request).states["model"].keys() == model.keys()
         else:
             with pytest.raises(ConfigError, match=refusal):
-                participant.answer("train", 0, request)
+                participant.reply("train", 0, request)
 
 
 @pytest.mark.parametrize("wrong", [{"combined_sites": 0}, {"sites": ["A", "A"]}])

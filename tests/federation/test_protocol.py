@@ -225,13 +225,13 @@ def test_a_wrong_request_has_no_effect_on_the_next_one(name: str) -> None:
     message = training()
     spoil(message)
     with pytest.raises(MessageError, match=token) as caught:
-        site.answer("train", 0, message)
+        site.reply("train", 0, message)
     assert "\n" not in str(caught.value)
     fresh = participant()
     squares.enrol(fresh, *squares.SITES)
     assert squares.equal(
-        site.answer("train", 0, training()).states["model"],
-        fresh.answer("train", 0, training()).states["model"],
+        site.reply("train", 0, training()).states["model"],
+        fresh.reply("train", 0, training()).states["model"],
     )
 
 
@@ -257,12 +257,12 @@ def test_a_repeated_step_is_answered_again_also_after_a_restart() -> None:
     store = MemoryStore()
     site = participant(store)
     squares.enrol(site, *squares.SITES)
-    first = site.answer("train", 0, training())
+    first = site.reply("train", 0, training())
     for member in (site, participant(store)):
         with pytest.raises(MessageError, match="round"):
-            member.answer("train", -1, training())
+            member.reply("train", -1, training())
         assert squares.equal(
-            member.answer("train", 0, training()).states["model"], first.states["model"]
+            member.reply("train", 0, training()).states["model"], first.states["model"]
         )
 
 
@@ -280,7 +280,7 @@ def test_an_item_of_another_run_raises(federation: str, phase: str, item: str, v
     message = copied(recording.sent[phase, ROUNDS, 0][FAULTY])
     message.meta[item] = value
     with pytest.raises(MessageError, match=item):
-        recording.participants[FAULTY].answer(phase, ROUNDS, message)
+        recording.participants[FAULTY].reply(phase, ROUNDS, message)
 
 
 def test_training_a_selector_without_its_models_raises() -> None:
@@ -293,7 +293,7 @@ def test_training_a_selector_without_its_models_raises() -> None:
         entry: state for entry, state in message.states.items() if entry.startswith("selector")
     }
     with pytest.raises(StateError, match="finished models"):
-        late.answer("train_selector", ROUNDS, message)
+        late.reply("train_selector", ROUNDS, message)
 
 
 def test_every_item_of_every_method_has_a_type() -> None:

@@ -40,7 +40,7 @@ def ask(
         name: tensor + shift if tensor.is_floating_point() else tensor
         for name, tensor in squares.start().items()
     }
-    return asked.answer(
+    return asked.reply(
         phase, round, Message({"model": model}, {"step": step, "run_rounds": rounds})
     )
 
@@ -186,9 +186,9 @@ def test_a_mean_that_validation_images_choose_is_counted(tmp_path: Path) -> None
     for number, name in enumerate("AB"):
         for entry, tensor in site.network().state_dict().items():
             models.setdefault(f"personal/{name}", {})[entry] = tensor + number
-    asked.answer("train", 0, Message({}, {"step": 0, "run_rounds": 3}))
+    asked.reply("train", 0, Message({}, {"step": 0, "run_rounds": 3}))
     before = json.loads((tmp_path / "record" / "validations.json").read_text())["models"]
-    asked.answer("train", 1, Message(models, {"step": 1, "run_rounds": 3}))
+    asked.reply("train", 1, Message(models, {"step": 1, "run_rounds": 3}))
     after = json.loads((tmp_path / "record" / "validations.json").read_text())["models"]
     assert before == 1 and after - before == 4  # the start, both models, and the trained one
 
@@ -232,10 +232,10 @@ def test_scores_of_many_models_are_as_many_metrics(tmp_path: Path, most: int) ->
     candidates = {f"candidate/{name}": model for name in sites}
     request = Message(candidates, {"step": 1, "run_rounds": 9})
     if most == 3:
-        assert len(asked.answer("score", 0, request).meta["scores"]) == 3
+        assert len(asked.reply("score", 0, request).meta["scores"]) == 3
     else:
         with pytest.raises(ConfigError, match=r"bounds\.validations"):
-            asked.answer("score", 0, request)
+            asked.reply("score", 0, request)
 
 
 def test_the_last_step_is_answered_again_with_the_same_adaptation_only() -> None:
@@ -245,7 +245,7 @@ def test_the_last_step_is_answered_again_with_the_same_adaptation_only() -> None
 
     def finalize(**more: Any) -> Message:
         words = {"step": 4, "run_rounds": ROUNDS, **more}
-        return asked.answer(FINALIZE, ROUNDS, Message({"model": squares.start()}, words))
+        return asked.reply(FINALIZE, ROUNDS, Message({"model": squares.start()}, words))
 
     first, second = (finalize(adapt="dsbn").meta["metrics"] for _ in range(2))
     assert first == second and first["dsbn"]["dice"] is not None
@@ -318,9 +318,9 @@ def test_each_model_of_a_final_reply_is_an_evaluation(tmp_path: Path) -> None:
         request = Message(states, {"step": 5, "run_rounds": 1})
         if most == 20:
             with pytest.raises(ConfigError, match=r"bounds\.evaluations"):
-                asked.answer(FINALIZE, 1, request)
+                asked.reply(FINALIZE, 1, request)
             continue
-        metrics = asked.answer(FINALIZE, 1, request).meta["metrics"]
+        metrics = asked.reply(FINALIZE, 1, request).meta["metrics"]
         assert len(metrics) > 20
         with (record.folder / "evaluations.csv").open() as rows:
             assert 20 < sum(int(row["models"]) for row in csv.DictReader(rows)) <= len(metrics)
@@ -348,7 +348,7 @@ def test_a_final_request_is_not_asked_again_with_other_metadata() -> None:
             "choose_by": "image",
             "selector": {"name": "ridge_selector"},
         }
-        return asked.answer(FINALIZE, 1, Message(states, {"step": 5, "run_rounds": 1, **meta}))
+        return asked.reply(FINALIZE, 1, Message(states, {"step": 5, "run_rounds": 1, **meta}))
 
     assert finalize(0.5).meta["metrics"] == finalize(0.5).meta["metrics"]
     with pytest.raises(MessageError, match="other metadata"):

@@ -8,7 +8,7 @@ import pytest
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
 from medflare.federation.enrolment import identity_of
-from medflare.federation.exchange import Answer
+from medflare.federation.exchange import SiteReply
 from medflare.federation.participant import Participant
 from medflare.federation.schedule import Federation
 from medflare.federation.settings import Rules
@@ -45,14 +45,14 @@ class Sites:
     def present(self, round: int) -> list[str]:
         return [name for name in self.members if name not in self.absent.get(round, set())]
 
-    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Answer]:
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, SiteReply]:
         self.requests.append((step.phase, step.round, tuple(outgoing)))
         answers = {
-            site: self.members[site].answer(step.phase, step.round, message)
+            site: self.members[site].reply(step.phase, step.round, message)
             for site, message in outgoing.items()
         }
         spoilt = {site: self.spoil(site, step, answer) for site, answer in answers.items()}
-        return {site: Answer(answer) for site, answer in spoilt.items() if answer is not None}
+        return {site: SiteReply(answer) for site, answer in spoilt.items() if answer is not None}
 
 
 def run(
@@ -217,7 +217,7 @@ def test_a_site_that_misses_a_round_is_noted_and_gets_the_next_request() -> None
 def test_a_site_that_is_gone_is_among_the_reasons() -> None:
     """Of three sites one is rejected and one is not there: without the other neither would have ended the run."""
     reason = (
-        r"1 of 2 needed replies to 'train' of round 2 are usable \(B: no answer .*; C: not there\)"
+        r"1 of 2 needed replies to 'train' of round 2 are usable \(B: no reply .*; C: not there\)"
     )
     with pytest.raises(FederationFailed, match=reason):
         run(
@@ -284,7 +284,7 @@ def test_an_invitation_says_how_few_updates_a_step_may_combine(rules: Rules, com
     invitations: list[Message] = []
 
     class Noting(Sites):
-        def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Answer]:
+        def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, SiteReply]:
             if step.phase == "enrol":
                 invitations.extend(outgoing.values())
             return super().__call__(step, outgoing)

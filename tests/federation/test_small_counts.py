@@ -15,7 +15,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.data.local import LocalSettings
 from medflare.federation.data_record import DataRecord, used_images_digest
-from medflare.federation.exchange import Answer
+from medflare.federation.exchange import SiteReply
 from medflare.federation.local import loop
 from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.local.loop import run_local
@@ -86,7 +86,7 @@ def replies(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def noted(
         exchange: LocalExchange, step: Step, outgoing: dict[str, Message]
-    ) -> dict[str, Answer]:
+    ) -> dict[str, SiteReply]:
         answered = call(exchange, step, outgoing)
         seen.extend(
             (step.phase, reply.message) for reply in answered.values() if reply.message is not None
@@ -132,7 +132,7 @@ def test_a_selection_that_cannot_be_opened_is_answered_as_another_one(
             record=lambda: record,
         )
         with pytest.raises(Exception) as caught:
-            site.answer("enrol", 0, invitation)
+            site.reply("enrol", 0, invitation)
         return f"{type(caught.value).__name__} {caught.value}"
 
     nowhere = replace(FIRST, label_values={"dark": [0], "medium": [77]}, resplit=3)

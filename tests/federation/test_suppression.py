@@ -80,7 +80,7 @@ def test_a_prototype_of_few_patients_is_suppressed(kind: str) -> None:
     for participant in participants:
         squares.enrol(participant, "A", "B", "C")
         replies.append(
-            participant.answer(
+            participant.reply(
                 "train", 0, with_step_number(server.configure(Step("train", 0), "A"), 0, 1)
             )
         )

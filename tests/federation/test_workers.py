@@ -22,7 +22,7 @@ from medflare import run_local
 from medflare.core.errors import ConfigError, StepFailed
 from medflare.core.message import Message
 from medflare.evaluation.results import load_results
-from medflare.federation.exchange import Answer
+from medflare.federation.exchange import SiteReply
 from medflare.federation.local.local_exchange import ForkedExchange, threads_of_a_site
 from medflare.methods.base import Step
 from medflare.tasks.config import load_task
@@ -158,7 +158,7 @@ def test_the_site_whose_last_reply_took_longest_begins(monkeypatch: pytest.Monke
         return here
 
     monkeypatch.setattr(exchange, "_start", start)
-    monkeypatch.setattr(exchange, "_reply", lambda site, step: Answer(seconds=seconds[site]))
+    monkeypatch.setattr(exchange, "_received", lambda site, step: SiteReply(seconds=seconds[site]))
     for _ in range(2):
         begun.clear()
         exchange(Step("train", 0), {site: Message() for site in SITES})

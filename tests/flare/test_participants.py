@@ -139,7 +139,7 @@ def test_in_containers_jobs_are_counted_in_a_folder_that_outlives_them(
         folder = private_folder(tmp_path / job / job)
         spec = ParticipantSpec("A", "fedavg", "", 0, task_file, local, folder)
         asked = Message({}, {"role": "inside", "sites": ["A", "B"], "seed": 0.0})
-        spec.participant(lambda: False).answer(ENROL, 0, asked)
+        spec.participant(lambda: False).reply(ENROL, 0, asked)
 
     with pytest.raises(ConfigError, match="name it as records"):
         enrol("first")
@@ -159,7 +159,7 @@ def enrolled(root: Path, number: int, seed: int = 0, **settings: Any) -> Message
     task_file.write_text(json.dumps(small_task(**settings).to_dict()))
     spec = ParticipantSpec("A", "fedavg", "", seed, task_file, local, task_file.parent)
     asked = Message({}, {"role": "inside", "sites": ["A", "B"], "seed": 0.0})
-    return spec.participant(lambda: False).answer(ENROL, 0, asked)
+    return spec.participant(lambda: False).reply(ENROL, 0, asked)
 
 
 def test_a_lead_does_not_read_the_training_images_in_as_many_ways_as_it_likes(

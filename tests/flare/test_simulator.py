@@ -89,12 +89,12 @@ def test_an_idle_worker_ends_and_is_replaced(
 
 
 def test_a_worker_names_the_place_of_an_error_of_the_code() -> None:
-    def answer(*arguments: object) -> None:
+    def reply(*arguments: object) -> None:
         raise KeyError("head.weight")
 
     register_decomposers()
-    participant = SimpleNamespace(answer=answer, method=get_method("fedavg"))
-    spec: Any = SimpleNamespace(participant=lambda aborted, shares: participant)
+    participant = SimpleNamespace(reply=reply, method=get_method("fedavg"))
+    spec: Any = SimpleNamespace(participant=lambda aborted, share_model: participant)
     here, there = Pipe()
     here.send_bytes(json.dumps({"phase": "train", "round": 1}).encode())
     here.send_bytes(to_bytes(to_shareable(Message())))

@@ -21,7 +21,7 @@ from nvflare.fuel.utils import fobs
 
 from medflare.core.errors import Aborted, ConfigError
 from medflare.core.message import Message
-from medflare.federation.exchange import Answer
+from medflare.federation.exchange import SiteReply
 from medflare.federation.settings import run_settings
 from medflare.flare import task_exchange as steps
 from medflare.flare.messages import error_reply, register_decomposers, to_message, to_shareable
@@ -85,7 +85,7 @@ def later(seconds: float, behaviour: Behaviour) -> Behaviour:
     return behave
 
 
-def received(reply: Answer) -> Message:
+def received(reply: SiteReply) -> Message:
     """The message of a reply that has one."""
     assert reply.message is not None, reply.problem
     return reply.message

@@ -204,7 +204,7 @@ def test_a_site_with_dp_noise_sends_no_image_range(data_root: Path) -> None:
         site = Participant(
             "A", opened, get_method("fedavg"), hyper, local=LocalSettings(minimum_patients=minimum)
         )
-        cards[minimum] = site.answer(
+        cards[minimum] = site.reply(
             "enrol", 0, Message({}, {"role": "inside", "sites": ["A"]})
         ).meta
     assert [TRAINED_ON in cards[minimum] for minimum in (0, 4, 1)] == [True, True, False]

@@ -209,7 +209,7 @@ def enrol(
 ) -> Message:
     """The reply to an invitation, by default with site B."""
     invitation = {"role": role, "sites": list(sites or ("A", "B")), **items}
-    return asked.answer(ENROL, round, Message({}, invitation))
+    return asked.reply(ENROL, round, Message({}, invitation))
 
 
 # -- the schedule ----------------------------------------------------------------------------------------------------------

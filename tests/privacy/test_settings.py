@@ -223,8 +223,8 @@ class TestAccount:
                     "role": "inside",
                     "sites": ["A"],
                 }
-                return participant.answer("enrol", 0, Message({}, {**meta, "finished": finished}))
-            return participant.answer(
+                return participant.reply("enrol", 0, Message({}, {**meta, "finished": finished}))
+            return participant.reply(
                 phase, step, Message({"model": copy_state(start)}, {"step": step, "run_rounds": 3})
             )
 

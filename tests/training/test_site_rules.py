@@ -428,9 +428,9 @@ def test_noise_of_dp_sgd_does_not_replace_the_check_unless_the_site_bounds_it(
         )
         if budget is None:
             with pytest.raises(ConfigError, match="wider range"):
-                participant.answer("enrol", 0, asked)
+                participant.reply("enrol", 0, asked)
         else:
-            assert participant.answer("enrol", 0, asked).meta["n"]["train"] == 40
+            assert participant.reply("enrol", 0, asked).meta["n"]["train"] == 40
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedsm", "ditto"])
@@ -441,9 +441,9 @@ def test_a_site_that_refuses_to_train_enrols_with_nobody_and_sends_no_model(meth
     )
     for _ in range(2):
         with pytest.raises(ConfigError, match="does not train, and sends no model"):
-            participant.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A", "B"]}))
+            participant.reply("enrol", 0, Message({}, {"role": "inside", "sites": ["A", "B"]}))
     with pytest.raises(Exception, match="not enrolled"):
-        participant.answer(
+        participant.reply(
             "train",
             0,
             Message({"model": site.network().state_dict()}, {"step": 0, "run_rounds": 1}),

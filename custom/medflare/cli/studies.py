@@ -75,7 +75,7 @@ def run_study(
         candidates: A method with its hyper-parameters (and
             site_algorithm=METHOD, server_algorithm=METHOD), or a reference (below)
         reference (NAMES): Comma-separated rows that a method has to beat, or all that the task can
-            have. constant: the best answer that ignores the image; single-site: every site alone
+            have. constant: the constant prediction; single-site: every site alone
             (as a row, single-site:method=prr, with another method's loss); batch-statistics: FedAvg
             normalized by the test images (networks with BatchNorm); centralised: the images of all
             sites in one place; uniform: FedAvg with every site counted once; augmentation: FedAvg

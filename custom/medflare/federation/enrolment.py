@@ -29,7 +29,7 @@ from medflare.federation.builtin_messages import (
     START,
     VERSIONS,
 )
-from medflare.federation.exchange import Answer, Transport
+from medflare.federation.exchange import SiteReply, Transport
 from medflare.federation.settings import ENROL, step_name
 from medflare.methods.aggregation import capped
 from medflare.methods.base import ServerContext, Step
@@ -62,7 +62,7 @@ class Enrolment:
     finished: int
     max_client_weight: float | None = None
     combined_sites: int | None = None
-    _problems: dict[str, Answer] = field(default_factory=dict)  # of sites that are not enrolled
+    _problems: dict[str, SiteReply] = field(default_factory=dict)  # of sites that are not enrolled
     _heaviest: str = ""
 
     @cached_property
@@ -89,10 +89,10 @@ class Enrolment:
         self.invite(0)
         failed = {}
         problems = {}
-        for site, answer in self._problems.items():
-            problems[site] = answer.problem
-            if answer.kind == "failed":
-                failed[site] = answer.problem
+        for site, reply in self._problems.items():
+            problems[site] = reply.problem
+            if reply.kind == "failed":
+                failed[site] = reply.problem
         if failed:
             raise FederationFailed(join_problems(failed))
         if len(self.inside) < needed:
@@ -135,20 +135,20 @@ class Enrolment:
         """
         context = self.context
         present = {*self.transport.exchange.present(round)}
-        rejected = {site for site, answer in self._problems.items() if answer.kind == "rejected"}
+        rejected = {site for site, reply in self._problems.items() if reply.kind == "rejected"}
         invited = present & {*context.sites, *context.outside} - self.enrolled.keys() - rejected
         invitations = {site: self._invitation(site) for site in sorted(invited)}
-        for site, answer in self.transport.ask(Step(ENROL, round), invitations).items():
-            if answer.message is not None:
-                problem = self._problem(site, answer.message)
+        for site, reply in self.transport.ask(Step(ENROL, round), invitations).items():
+            if reply.message is not None:
+                problem = self._problem(site, reply.message)
                 if not problem:
                     self._problems.pop(site, None)
-                    self._add_member(site, round, answer.message)
+                    self._add_member(site, round, reply.message)
                     continue
-                answer = Answer(None, problem, "rejected")
-            if self._problems.get(site) != answer:  # it is invited at every step
-                context.events.add(answer.kind, answer.problem, site, round)
-            self._problems[site] = answer
+                reply = SiteReply(None, problem, "rejected")
+            if self._problems.get(site) != reply:  # it is invited at every step
+                context.events.add(reply.kind, reply.problem, site, round)
+            self._problems[site] = reply
 
     def _role(self, site: str) -> str:
         return "outside" if site in self.context.outside else "inside"

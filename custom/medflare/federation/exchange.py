@@ -22,7 +22,7 @@ from medflare.methods.base import Step
 
 
 @dataclass
-class Answer:
+class SiteReply:
     """A site's reply: a message, or why there is none.
 
     Attributes:
@@ -38,19 +38,19 @@ class Answer:
     seconds: float = field(default=0.0, compare=False)
 
 
-Answers = dict[str, Answer]  # by site
+SiteReplies = dict[str, SiteReply]  # by site
 
 
 class Exchange(Protocol):
-    """How messages reach the sites. A site's MedflareError becomes an Answer with a problem.
+    """How messages reach the sites. A site's MedflareError becomes a SiteReply with a problem.
 
-    Any other error of a site is a bug: FLARE makes it an Answer as well, the plain loop raises it.
+    Any other error of a site is a bug: FLARE makes it a SiteReply, too, the plain loop raises it.
     """
 
     def present(self, round: int) -> list[str]:
         """Names of the sites that can be reached in this round."""
 
-    def __call__(self, step: Step, outgoing: Messages) -> Mapping[str, Answer]:
+    def __call__(self, step: Step, outgoing: Messages) -> Mapping[str, SiteReply]:
         """Ask every site in `outgoing`; a site without an entry in the result is missing."""
 
 
@@ -64,22 +64,22 @@ class Transport:
     exchange: Exchange
     outcome: Outcome
 
-    def ask(self, step: Step, outgoing: Messages) -> Answers:
+    def ask(self, step: Step, outgoing: Messages) -> SiteReplies:
         """site -> reply for every site in `outgoing`, sorted.
 
         Without a reply its kind is "missing".
         """
-        answers = self.exchange(step, outgoing) if outgoing else {}
-        missing = Answer(None, f"no answer to {step_name(step.phase, step.round)}", "missing")
+        replies = self.exchange(step, outgoing) if outgoing else {}
+        missing = SiteReply(None, f"no reply to {step_name(step.phase, step.round)}", "missing")
         valid = {}
         for site in sorted(outgoing):
-            answer = _checked(answers.get(site, missing), site, step.phase)
+            reply = _checked(replies.get(site, missing), site, step.phase)
             cost = self.outcome.costs.setdefault(site, SiteCost())
             cost.down_bytes += outgoing[site].nbytes
-            if answer.message is not None:
-                cost.up_bytes += answer.message.nbytes
-            cost.seconds += answer.seconds
-            valid[site] = answer
+            if reply.message is not None:
+                cost.up_bytes += reply.message.nbytes
+            cost.seconds += reply.seconds
+            valid[site] = reply
         return valid
 
 
@@ -94,19 +94,19 @@ def with_step_number(message: Message, index: int, rounds: int) -> Message:
     return request
 
 
-def _checked(answer: Answer, site: str, phase: str) -> Answer:
-    """The answer, or its problem.
+def _checked(reply: SiteReply, site: str, phase: str) -> SiteReply:
+    """The reply, or its problem.
 
     `update_validation.updates` checks what the phases of a method declare.
     """
-    if answer.message is None:
-        return replace(answer, problem=reason_line(answer.problem))
-    problem = message_problem(answer.message, site)
+    if reply.message is None:
+        return replace(reply, problem=reason_line(reply.problem))
+    problem = message_problem(reply.message, site)
     if problem is None and phase in BUILTIN_REPLY_META:
         allowed = {PERSONAL_MODEL.name} if phase == FINALIZE else set()
         problem = "unexpected tensors"
-        if answer.message.states.keys() <= allowed:
-            problem = declaration_problem(answer.message, *BUILTIN_REPLY_META[phase])
+        if reply.message.states.keys() <= allowed:
+            problem = declaration_problem(reply.message, *BUILTIN_REPLY_META[phase])
     if problem is None:
-        return answer
-    return Answer(None, reason_line(problem), "rejected", answer.seconds)
+        return reply
+    return SiteReply(None, reason_line(problem), "rejected", reply.seconds)

@@ -148,7 +148,7 @@ class Participant:
         self._role = ""  # in which the site was opened
         self._order = RequestOrder(self.name, self.store, self.method, bounds.rounds)
 
-    def answer(self, phase: str, round: int, incoming: Message) -> Message:
+    def reply(self, phase: str, round: int, incoming: Message) -> Message:
         """The reply to one step. The engine turns errors into a reply that names the site.
 
         A step that is requested again (the item "step" counts the steps of the run) is answered
@@ -400,9 +400,9 @@ class Participant:
 
     def _opened_at_enrolment(self, role: str) -> Site:
         """As `_opened`; if an earlier job has fixed the selection, data that cannot be used has the
-        same answer as another selection: otherwise a lead counts images by the two answers.
+        same reply as another selection: otherwise a lead counts images by the two replies.
 
-        Data that the task's transform fails on has this answer, too.
+        Data that the task's transform fails on has this reply, too.
         """
         try:
             return self._opened(role)

@@ -294,12 +294,12 @@ class Federation:
         """
         replies = {}
         rejected = {}
-        for site, answer in self._transport.ask(step, outgoing).items():
-            if answer.message is None:
-                rejected[site] = answer.problem
-                self.events.add(answer.kind, answer.problem, site, step.round)
+        for site, reply in self._transport.ask(step, outgoing).items():
+            if reply.message is None:
+                rejected[site] = reply.problem
+                self.events.add(reply.kind, reply.problem, site, step.round)
             else:
-                replies[site] = answer.message
+                replies[site] = reply.message
         validated = validate_replies(
             self._context,
             step,
@@ -341,18 +341,18 @@ class Federation:
         enrolment.invite(step.round)
         shared = {}
         problems = {}
-        for site, answer in self._transport.ask(step, self._final_requests(index, step)).items():
-            if answer.message is None:
-                problems[site] = answer.problem
+        for site, reply in self._transport.ask(step, self._final_requests(index, step)).items():
+            if reply.message is None:
+                problems[site] = reply.problem
                 self.events.add(
-                    answer.kind, f"final models not evaluated: {answer.problem}", site, step.round
+                    reply.kind, f"final models not evaluated: {reply.problem}", site, step.round
                 )
                 continue
-            meta = dict(answer.message.meta)
+            meta = dict(reply.message.meta)
             self.events.extend(meta.pop(EVENTS.name, []), site)
             self.outcome.final_metadata[site] = meta
-            if answer.message.states and self._is_shared(site, step, answer.message):
-                shared[site] = answer.message[PERSONAL_MODEL]
+            if reply.message.states and self._is_shared(site, step, reply.message):
+                shared[site] = reply.message[PERSONAL_MODEL]
         if not self.outcome.final_metadata:
             first = dict(list(problems.items())[:1])
             raise FederationFailed(f"no site evaluated the final models ({join_problems(first)})")
@@ -400,13 +400,13 @@ class Federation:
         for site in sorted(self.outcome.final_metadata):
             outgoing[site] = with_step_number(request, index, step.round)
         self.outcome.cross_site = {owner: {} for owner in shared}
-        for site, answer in self._transport.ask(step, outgoing).items():
-            if answer.message is None:
-                text = f"personal models of other sites not tested: {answer.problem}"
-                self.events.add(answer.kind, text, site, step.round)
+        for site, reply in self._transport.ask(step, outgoing).items():
+            if reply.message is None:
+                text = f"personal models of other sites not tested: {reply.problem}"
+                self.events.add(reply.kind, text, site, step.round)
                 continue
             for owner in shared:
-                self.outcome.cross_site[owner][site] = answer.message[TESTED].get(owner)
+                self.outcome.cross_site[owner][site] = reply.message[TESTED].get(owner)
 
     def _note_few_validation_images(self) -> None:
         """An event for every model whose round was chosen on few validation images.

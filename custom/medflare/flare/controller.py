@@ -141,7 +141,7 @@ class MedflareController(Controller):
         if self._late[client.name] <= _LATE_EVENTS:
             self._events.add(
                 "late",
-                f"an answer to {task_name!r:.40} came after its step was closed and was not used",
+                f"a reply to {task_name!r:.40} came after its step was closed and was not used",
                 site=client.name,
             )
 

@@ -154,7 +154,7 @@ class MedflareExecutor(Executor):
             return self._host.reply(spec, phase, round, incoming, self._aborted)
         if self._participant is None:
             self._participant = spec.participant(self._aborted)
-        return to_shareable(self._participant.answer(phase, round, to_message(incoming)))
+        return to_shareable(self._participant.reply(phase, round, to_message(incoming)))
 
     def _spec_of(self, fl_ctx: FLContext) -> ParticipantSpec:
         if self._spec is not None:

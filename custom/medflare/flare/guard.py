@@ -113,7 +113,7 @@ class OutboundGuard(Filter):
             _record(task, _rows(message, manifest, declared))
             return to_shareable(message)
         reason = _one_line(
-            f"the outbound guard of site {site} kept back the answer to '{task.phase}': {problem}"
+            f"the outbound guard of site {site} kept back the reply to '{task.phase}': {problem}"
         )
         self.log_error(fl_ctx, f"{UNABLE}{reason}")
         _record(task, [{"entry": "everything", "purpose": reason, "sent": "no"}])

@@ -247,7 +247,7 @@ class SiteWorker:
                 # The personal models may be shared: all sites are on one machine.
                 self._participant = self._spec.participant(self._aborted, share_model=True)
             incoming = to_message(fobs.loads(content))
-            message = self._participant.answer(task["phase"], task["round"], incoming)
+            message = self._participant.reply(task["phase"], task["round"], incoming)
             reply = to_bytes(to_shareable(message))
         except Exception as error:
             status = {"problem": str(error), "trace": ""}

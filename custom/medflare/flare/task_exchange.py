@@ -21,7 +21,7 @@ from nvflare.fuel.utils.memory_utils import try_malloc_trim
 from medflare.core.errors import Aborted, ConfigError, UpdateError
 from medflare.core.message import Message
 from medflare.core.text import JsonDict, Say
-from medflare.federation.exchange import Answer, Answers
+from medflare.federation.exchange import SiteReplies, SiteReply
 from medflare.federation.settings import (
     BUILTIN_PHASES,
     CROSS_SITE,
@@ -52,13 +52,13 @@ class _SiteTask:
     sent: float
     fetched: float | None = None
     shareable: Shareable | None = None  # the reply, until it has been read
-    answer: Answer | None = None
+    reply: SiteReply | None = None
     seconds: float = 0.0  # from fetching the task to the reply
     reported: float = 0.0  # seconds of work when the site was last reported as slow
 
     @property
-    def answered(self) -> bool:
-        return self.shareable is not None or self.answer is not None
+    def replied(self) -> bool:
+        return self.shareable is not None or self.reply is not None
 
 
 @dataclass(eq=False)
@@ -109,7 +109,7 @@ class TaskExchange:
             )
         return [site for site in members if site not in self._lost | self._not_ready]
 
-    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> Answers:
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> SiteReplies:
         """Send each site its message and wait for the replies.
 
         Raises:
@@ -129,7 +129,7 @@ class TaskExchange:
                 tasks = self._tasks
                 self._tasks = {}
             for site_task in tasks.values():
-                if not site_task.answered:
+                if not site_task.replied:
                     self.controller.cancel_task(
                         site_task.task, TaskCompletionStatus.CANCELLED, self.fl_ctx
                     )
@@ -171,7 +171,7 @@ class TaskExchange:
             silent = {
                 site: round(self._silence(site, site_task.sent), 1)
                 for site, site_task in self._tasks.items()
-                if not site_task.answered
+                if not site_task.replied
             }
             step = self._step
         return {
@@ -236,7 +236,7 @@ class TaskExchange:
             return None
         return site_task
 
-    def _wait(self, step: Step, timeout: float) -> Answers:
+    def _wait(self, step: Step, timeout: float) -> SiteReplies:
         """Return when each site has replied or is given up.
 
         Returns:
@@ -244,7 +244,7 @@ class TaskExchange:
         """
         started = time.monotonic()
         busy = started  # when any site was last at work
-        missing: Answers = {}
+        missing: SiteReplies = {}
         while True:
             for site_task in self._tasks.values():
                 _read(site_task)  # while other sites still work
@@ -252,13 +252,13 @@ class TaskExchange:
             for line in _slow_sites(step, remaining):
                 self.say(line)
             with self._changed:
-                pending = {site: task for site, task in remaining.items() if not task.answered}
+                pending = {site: task for site, task in remaining.items() if not task.replied}
                 if not pending:
                     return missing
                 if self.abort_signal.triggered:
                     raise Aborted(self.stop_reason())
                 if timeout and time.monotonic() - started > timeout:
-                    missing |= _late_answers(step, pending, timeout)
+                    missing |= _late_replies(step, pending, timeout)
                     if step.phase == ENROL:
                         self._not_ready |= pending.keys()
                     return missing
@@ -266,7 +266,7 @@ class TaskExchange:
                 for site, site_task in pending.items():
                     if self._gone(site, site_task, busy):
                         self._lost.add(site)
-                        missing[site] = Answer(
+                        missing[site] = SiteReply(
                             problem=f"no sign of life in {_name(step)}; going on without the site",
                             kind="missing",
                         )
@@ -294,7 +294,7 @@ class TaskExchange:
         return time.monotonic() - max(self.heard.get(site, 0.0), since)
 
 
-def read_reply(shareable: Shareable) -> Answer:
+def read_reply(shareable: Shareable) -> SiteReply:
     """What a site sent, as the schedule uses it: a message, or why there is none.
 
     Raises:
@@ -303,36 +303,36 @@ def read_reply(shareable: Shareable) -> Answer:
     try:
         problem = error_of(shareable)
         if problem is not None:
-            return Answer(problem=problem, kind="failed")
-        return Answer(to_message(shareable))
+            return SiteReply(problem=problem, kind="failed")
+        return SiteReply(to_message(shareable))
     except MemoryError:
         raise
     except UpdateError as error:
-        return Answer(problem=str(error), kind="rejected")
+        return SiteReply(problem=str(error), kind="rejected")
     except Exception as error:
         # FLARE carries whatever a filter or an attacker puts into a reply; it must cost this site's
         # update only.
         problem = f"its reply cannot be read ({type(error).__name__}: {error})"
-        return Answer(problem=problem, kind="rejected")
+        return SiteReply(problem=problem, kind="rejected")
 
 
-def _read(site_task: _SiteTask) -> Answer:
+def _read(site_task: _SiteTask) -> SiteReply:
     """The site's reply; it is read once."""
     if site_task.shareable is not None:
         shareable = site_task.shareable
         site_task.shareable = None
-        site_task.answer = replace(read_reply(shareable), seconds=site_task.seconds)
-    return site_task.answer or Answer(problem="no answer", kind="missing")
+        site_task.reply = replace(read_reply(shareable), seconds=site_task.seconds)
+    return site_task.reply or SiteReply(problem="no reply", kind="missing")
 
 
-def _late_answers(step: Step, pending: Mapping[str, _SiteTask], timeout: float) -> Answers:
-    """The answers that stand for those of the sites that a closed step did not wait for."""
-    answers = {}
+def _late_replies(step: Step, pending: Mapping[str, _SiteTask], timeout: float) -> SiteReplies:
+    """The replies that stand for those of the sites that a closed step did not wait for."""
+    replies = {}
     for site, site_task in pending.items():
         state = "had not fetched its task" if site_task.fetched is None else "was still at work"
         problem = f"{_name(step)} was closed after {timeout:g} s; the site {state}"
-        answers[site] = Answer(problem=problem, kind="late")
-    return answers
+        replies[site] = SiteReply(problem=problem, kind="late")
+    return replies
 
 
 def _name(step: Step) -> str:
@@ -344,11 +344,11 @@ def _slow_sites(step: Step, tasks: Mapping[str, _SiteTask]) -> list[str]:
 
     The line comes again when the time has doubled.
     """
-    done = [site_task.seconds for site_task in tasks.values() if site_task.answered]
+    done = [site_task.seconds for site_task in tasks.values() if site_task.replied]
     slowest = max(done, default=math.inf)
     lines = []
     for site, site_task in tasks.items():
-        if site_task.fetched is None or site_task.answered:
+        if site_task.fetched is None or site_task.replied:
             continue
         seconds = time.monotonic() - site_task.fetched
         if seconds >= max(_SLOW, _TIMES_SLOWEST * slowest, 2 * site_task.reported):

@@ -81,10 +81,10 @@ def test_a_site_with_a_privacy_budget_evaluates(name: str, tmp_path: Path) -> No
     participant = squares.participant(site, name, budget=Budget(1.0, 1e-5, tmp_path, "A"))
     invitation = Message({}, {"role": "inside", "sites": ["A"]})
     if name == "evaluate":
-        assert participant.answer("enrol", 0, invitation).meta["n"] == site.n
+        assert participant.reply("enrol", 0, invitation).meta["n"] == site.n
     else:
         with pytest.raises(ConfigError, match="privacy"):
-            participant.answer("enrol", 0, invitation)
+            participant.reply("enrol", 0, invitation)
 
 
 @pytest.mark.parametrize("file", ["/etc/passwd", "../models/deployed/weights.safetensors", "a\\b"])

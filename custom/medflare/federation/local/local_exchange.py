@@ -26,7 +26,7 @@ from medflare.core.message import Message, Messages
 from medflare.core.store import SEPARATOR, flat
 from medflare.core.text import JsonDict
 from medflare.federation.builtin_messages import RUN_ROUNDS
-from medflare.federation.exchange import Answer, Answers
+from medflare.federation.exchange import SiteReplies, SiteReply
 from medflare.federation.participant import Participant, import_ahead
 from medflare.federation.settings import step_name
 from medflare.federation.step_errors import named_errors
@@ -55,10 +55,10 @@ class LocalExchange:
         """The sites that are not absent in this round, sorted."""
         return sorted(set(self.sites).difference(self.absent.get(round, ())))
 
-    def __call__(self, step: Step, outgoing: Messages) -> Answers:
-        return {site: self.answer(site, step, outgoing[site].copied()) for site in sorted(outgoing)}
+    def __call__(self, step: Step, outgoing: Messages) -> SiteReplies:
+        return {site: self.reply(site, step, outgoing[site].copied()) for site in sorted(outgoing)}
 
-    def answer(self, site: str, step: Step, message: Message) -> Answer:
+    def reply(self, site: str, step: Step, message: Message) -> SiteReply:
         """One site's reply, or its MedflareError as a problem.
 
         Raises:
@@ -66,21 +66,21 @@ class LocalExchange:
             StepFailed: the method's code has a bug.
         """
         started = time.monotonic()
-        answer = Answer()
+        reply = SiteReply()
         try:
             if site not in self.participants or self.forgetful:
                 self.participants[site] = self.open_participant(site)
             participant = self.participants[site]
             name = step_name(step.phase, step.round, message.get(RUN_ROUNDS))
             with named_errors(f"site {site} in {name}", participant.method.site_class):
-                message = participant.answer(step.phase, step.round, message)
-            answer.message = message.aligned()
+                message = participant.reply(step.phase, step.round, message)
+            reply.message = message.aligned()
         except Aborted:
             raise
         except MedflareError as error:
-            answer.problem = str(error)
-        answer.seconds = time.monotonic() - started
-        return answer
+            reply.problem = str(error)
+        reply.seconds = time.monotonic() - started
+        return reply
 
     def close(self) -> None:
         """End the processes of the sites; this exchange has none."""
@@ -134,20 +134,20 @@ class ForkedExchange(LocalExchange):
             )
         import_ahead()
 
-    def __call__(self, step: Step, outgoing: Messages) -> Answers:
+    def __call__(self, step: Step, outgoing: Messages) -> SiteReplies:
         # The slowest site begins first, so that the others need not wait for it at the end.
         waiting = sorted(outgoing, key=lambda site: self._seconds.get(site, 0.0))
         busy: dict[Any, str] = {}  # connection -> site
-        answers: Answers = {}
+        replies: SiteReplies = {}
         while waiting or busy:
             while waiting and len(busy) < self.workers:
                 site = waiting.pop()
                 busy[self._start(site, step, outgoing[site])] = site
             for connection in wait(list(busy)):
                 site = busy.pop(connection)
-                answers[site] = self._reply(site, step)
-                self._seconds[site] = answers[site].seconds
-        return answers
+                replies[site] = self._received(site, step)
+                self._seconds[site] = replies[site].seconds
+        return replies
 
     def close(self) -> None:
         """End all processes, at the same time."""
@@ -174,24 +174,24 @@ class ForkedExchange(LocalExchange):
         process.join()
         return process.exitcode or 0
 
-    def _reply(self, site: str, step: Step) -> Answer:
+    def _received(self, site: str, step: Step) -> SiteReply:
         where = step_name(step.phase, step.round)
         try:
             words, message = receive(self._forks[site][1])
         except (EOFError, ConnectionError):
             code = self._end(site)
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            return Answer(problem=f"site {site}: its process ended in {where} ({how})")
+            return SiteReply(problem=f"site {site}: its process ended in {where} ({how})")
         if "bug" in words:
             raise StepFailed(words["bug"]) from RuntimeError(words["trace"])
         if "trace" in words:
             raise RuntimeError(f"site {site} failed in {where}:\n{words['trace']}")
         if "aborted" in words:
             raise Aborted(words["aborted"])
-        answer = Answer(**words)
-        if not answer.problem:
-            answer.message = message
-        return answer
+        reply = SiteReply(**words)
+        if not reply.problem:
+            reply.message = message
+        return reply
 
     def _connection(self, site: str) -> Connection:
         """The connection to the site's process, which is forked if there is none."""
@@ -227,21 +227,21 @@ class ForkedExchange(LocalExchange):
                 request, message = receive(connection)
                 if os.getppid() != parent:
                     break
-                words, message = self._answered(site, Step(**request), message)
+                words, message = self._replied(site, Step(**request), message)
                 send(connection, words, message)
         os._exit(0)
 
-    def _answered(self, site: str, step: Step, message: Message) -> tuple[JsonDict, Message]:
+    def _replied(self, site: str, step: Step, message: Message) -> tuple[JsonDict, Message]:
         try:
-            answer = self.answer(site, step, message)
+            reply = self.reply(site, step, message)
         except Aborted as error:
             return {"aborted": str(error)}, Message()
         except StepFailed as error:
             return {"bug": str(error), "trace": traceback.format_exc()}, Message()
         except Exception:
             return {"trace": traceback.format_exc()}, Message()
-        words = {"problem": answer.problem, "seconds": answer.seconds}
-        return words, answer.message or Message()
+        words = {"problem": reply.problem, "seconds": reply.seconds}
+        return words, reply.message or Message()
 
 
 @contextmanager

@@ -138,8 +138,8 @@ class FedSMExtraSite(SuperModelSite[FedSMExtraSiteHyper]):
         """The task's loss of the weighted output; gradients flow through the scores only."""
         task = self.site.task
         with torch.no_grad():
-            answers = [task.probabilities(network(batch.images)) for network in networks]
-            outputs = torch.stack(answers, dim=1)
+            probabilities = [task.probabilities(network(batch.images)) for network in networks]
+            outputs = torch.stack(probabilities, dim=1)
         mixed = ensemble_output(outputs, logits.softmax(dim=1)).clamp(1e-6, 1 - 1e-6)
         # The task's loss takes logits: the inverse of its activation.
         inverse = mixed.log() if task.target == "multiclass" else mixed.logit()
@@ -206,9 +206,9 @@ class EnsembleSuperModel(ExtraSuperModel):
         self.note(self.choose(scores), scores)
         return self.combined(self.predict_all(images), scores)
 
-    def combined(self, answers: Tensor, scores: Tensor) -> Tensor:
+    def combined(self, probabilities: Tensor, scores: Tensor) -> Tensor:
         """The mean of all predictions (N, K + 1, ...) by the scores (N, K + 1)."""
-        return ensemble_output(answers, scores)
+        return ensemble_output(probabilities, scores)
 
 
 def extra_super_model(task: TaskConfig, message: Message) -> SuperModel:

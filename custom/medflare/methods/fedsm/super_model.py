@@ -99,9 +99,9 @@ class SuperModel(nn.Module):
         for network in choice.unique().tolist():
             logits = self.networks[network](images[choice == network])
             predicted.append(self.task.probabilities(logits))
-        answers = torch.cat(predicted)  # by network
-        output = torch.empty_like(answers)
-        output[choice.argsort(stable=True)] = answers
+        probabilities = torch.cat(predicted)  # by network
+        output = torch.empty_like(probabilities)
+        output[choice.argsort(stable=True)] = probabilities
         return output
 
     def forward(self, images: Tensor) -> Tensor:
@@ -140,18 +140,18 @@ class SuperModel(nn.Module):
 
     def predict_all(self, images: Tensor) -> Tensor:
         """Probabilities of all networks, (N, K + 1, ...)."""
-        answers = [self.task.probabilities(network(images)) for network in self.networks]
-        return torch.stack(answers, dim=1)
+        probabilities = [self.task.probabilities(network(images)) for network in self.networks]
+        return torch.stack(probabilities, dim=1)
 
-    def combined(self, answers: Tensor, scores: Tensor) -> Tensor:
+    def combined(self, probabilities: Tensor, scores: Tensor) -> Tensor:
         """The prediction (N, ...) by the selector's scores (N, K).
 
         Args:
-            answers: the probabilities of all networks (N, K + 1, ...).
+            probabilities: the probabilities of all networks (N, K + 1, ...).
         """
-        index = self.choose(scores).reshape(-1, *[1] * (answers.ndim - 1))
-        index = index.expand(-1, 1, *answers.shape[2:])
-        return answers.gather(1, index).squeeze(1)
+        index = self.choose(scores).reshape(-1, *[1] * (probabilities.ndim - 1))
+        index = index.expand(-1, 1, *probabilities.shape[2:])
+        return probabilities.gather(1, index).squeeze(1)
 
     def unbranched(self) -> "UnbranchedSuperModel":
         """The same predictions by one computation for all images."""
