@@ -171,10 +171,10 @@ def test_the_root_key_of_a_run_that_is_stopped_is_locked(
     main(["provision", "project.yml", "--new"])
     if locked:
         root_key.lock(state, PASSPHRASE)
-    before = signal.signal(stop, signal.SIG_IGN)
+    before = signal.signal(stop, signal.SIG_DFL)
     try:
         assert main(["provision", "project.yml"]) == 130
-        assert signal.getsignal(stop) == signal.SIG_IGN, "the handler is as before"
+        assert signal.getsignal(stop) == signal.SIG_DFL, "the handler is as before"
     finally:
         signal.signal(stop, before)
     assert os.listdir(state) == ["cert.json.locked"]

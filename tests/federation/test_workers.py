@@ -131,6 +131,29 @@ run_local('fedavg', {TINY!r}, 3, rounds=1000, seed=0, workers=2, say=lambda line
     )
 
 
+@pytest.mark.slow
+def test_a_process_at_work_ends_with_the_run(tmp_path: Path) -> None:
+    """Killed, the run ends none of its processes; each has to notice."""
+    code = f"""
+import time
+from medflare import run_local
+def opener(name, role):
+    print("opened", flush=True)
+    time.sleep(60)
+run_local('fedavg', {TINY!r}, 2, rounds=1, seed=0, workers=2, opener=opener)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "opened\n"
+    sites = psutil.Process(process.pid).children()
+    process.kill()
+    process.communicate()
+    assert sites
+    assert not psutil.wait_procs(sites, timeout=10)[1]
+
+
 @pytest.mark.parametrize(
     ("value", "threads"), [("4,2", 4), (" 3", 3), ("", 1), ("many", 0), ("-2", 0)]
 )

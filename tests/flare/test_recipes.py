@@ -94,17 +94,21 @@ def test_a_failure_of_the_simulator_has_the_last_error_of_the_logs(
     assert NO_TABLE not in os.environ
 
 
-def test_ctrl_c_is_no_failure_of_the_simulator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_is_no_failure_of_the_simulator(
+    stop: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def execute(recipe: MedflareRecipe, env: ExecEnv) -> None:
         with suppress(KeyboardInterrupt):  # as FLARE waits for its processes
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), stop)
             time.sleep(5)
         raise RuntimeError("Simulation failed with return code -2.")
 
     monkeypatch.setattr(MedflareRecipe, "execute", execute)
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt, match="start it again"):
-        FedAvgRecipe(rounds=1).simulate(["A"], tmp_path)
-    assert signal.getsignal(signal.SIGINT) is before
+    before = signal.signal(stop, signal.SIG_DFL)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="start it again"):
+            FedAvgRecipe(rounds=1).simulate(["A"], tmp_path)
+        assert signal.getsignal(stop) == signal.SIG_DFL
+    finally:
+        signal.signal(stop, before)

@@ -321,6 +321,19 @@ def test_ctrl_c_stops_the_study(processes: int, tmp_path: Path) -> None:
     assert len([*tmp_path.iterdir()]) < 6
 
 
+def test_ctrl_c_waits_for_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_processes(monkeypatch)
+    jobs: list[Any] = [partial(signal.raise_signal, signal.SIGINT), *[partial(time.sleep, 60)] * 3]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    started = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(_finished(jobs, 2))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - started < 30
+
+
 BUGGY: Final = """
 from medflare.methods import FedAvgSite, Method
 class BuggySite(FedAvgSite):

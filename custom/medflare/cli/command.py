@@ -15,6 +15,7 @@ import medflare
 from medflare.cli import clean, data, job, methods, models, provision, run, site, studies
 from medflare.cli.options import AUTO_HELP, add_commands
 from medflare.core.errors import MedflareError
+from medflare.core.interrupts import interruptible
 from medflare.core.packages import end_quickly
 from medflare.core.threads import limit_spinning
 from medflare.data.progress import print_lines
@@ -72,7 +73,7 @@ def _top(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0, 1 after a failure, 130 after Ctrl-C.
+    """Entry point; returns the exit status: 0, 1 after a failure, 130 after Ctrl-C or SIGTERM.
 
     SystemExit: after --help (status 0), or for an unknown command or option (2).
     """
@@ -87,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_quickly()
     print_lines()
     try:
-        return _invoke(list(sys.argv[1:] if arguments is None else arguments))
+        with interruptible():
+            return _invoke(list(sys.argv[1:] if arguments is None else arguments))
     except MedflareError as error:
         problem = str(error)
     except (KeyboardInterrupt, typer.Abort) as stop:  # Abort: at a question

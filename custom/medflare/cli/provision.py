@@ -2,7 +2,6 @@
 
 import getpass
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -108,20 +107,14 @@ def provision(
 
 @contextmanager
 def _root_key_opened(state: Path, passphrase: str) -> Iterator[None]:
-    """Unlock the root key, and lock it at the end, also if the process or its terminal is ended."""
-    stops = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(stop, signal.default_int_handler) for stop in stops]  # as Ctrl-C
+    """Unlock the root key, and lock it at the end, also after an interrupt."""
+    if passphrase and (state / root_key.LOCKED).exists():
+        root_key.unlock(state, passphrase)
     try:
-        if passphrase and (state / root_key.LOCKED).exists():
-            root_key.unlock(state, passphrase)
-        try:
-            yield
-        finally:
-            if passphrase and (state / root_key.OPEN).exists():
-                root_key.lock(state, passphrase)
+        yield
     finally:
-        for stop, handler in zip(stops, before, strict=True):
-            signal.signal(stop, handler)
+        if passphrase and (state / root_key.OPEN).exists():
+            root_key.lock(state, passphrase)
 
 
 def _write_example(project: Path) -> None:

@@ -20,6 +20,7 @@ from nvflare.recipe import SimEnv
 from nvflare.recipe.spec import ExecEnv, Recipe
 
 from medflare.core.errors import ConfigError, FederationFailed
+from medflare.core.interrupts import interruptible
 from medflare.core.settings import checked
 from medflare.core.text import Json, printable
 from medflare.flare.jobs.building import JOB_SETTINGS, FederationJob, JobSettings
@@ -90,7 +91,7 @@ class MedflareRecipe(Recipe):
         Raises:
             ConfigError: see `check_place`.
             FederationFailed: the simulator failed.
-            KeyboardInterrupt: Ctrl-C, which the simulator's process gets, too.
+            KeyboardInterrupt: Ctrl-C or SIGTERM; the simulator's processes have ended.
         """
         check_place(sites, workspace)
         interrupted = threading.Event()
@@ -99,12 +100,11 @@ class MedflareRecipe(Recipe):
             interrupted.set()
             signal.default_int_handler(number, frame)
 
-        in_main = threading.current_thread() is threading.main_thread()
-        before = signal.signal(signal.SIGINT, interrupt) if in_main else None
+        env = SimEnv(clients=list(sites), num_threads=threads, workspace_root=str(workspace))
         os.environ[NO_TABLE] = "1"
         try:
-            env = SimEnv(clients=list(sites), num_threads=threads, workspace_root=str(workspace))
-            self.execute(env)
+            with interruptible(interrupt):
+                self.execute(env)
         except RuntimeError as error:
             if interrupted.is_set():
                 raise KeyboardInterrupt(
@@ -115,8 +115,6 @@ class MedflareRecipe(Recipe):
             ) from error
         finally:
             del os.environ[NO_TABLE]
-            if in_main:
-                signal.signal(signal.SIGINT, before)
 
 
 class FedAvgRecipe(MedflareRecipe):

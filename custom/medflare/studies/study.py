@@ -517,5 +517,9 @@ def _ended(
         running = {pool.submit(job): job for job in jobs}
         for future in as_completed(running):
             yield running[future], future.result
-    finally:  # after an error or Ctrl-C, jobs that have not started are not started
+    except BaseException:  # an error or Ctrl-C: no job goes on
+        for process in (pool._processes or {}).values():
+            process.kill()
+        raise
+    finally:
         pool.shutdown(cancel_futures=True)

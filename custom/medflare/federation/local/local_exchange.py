@@ -200,36 +200,34 @@ class ForkedExchange(LocalExchange):
         here, there = Pipe()
         inherited = [here, *(connection for _, connection in self._forks.values())]
         process = get_context("fork").Process(
-            target=self._work, args=(site, there, os.getpid(), inherited)
+            target=self._work, args=(os.getpid(), site, there, inherited)
         )
         process.start()
         there.close()
         self._forks[site] = process, here
         return here
 
-    def _work(self, *arguments: Any) -> None:
-        """The site's process. It works in a new thread: torch's other threads belong to the one
-        that forked, and are not in this process.
+    def _work(self, parent: int, *arguments: Any) -> None:
+        """The site's process, which ends with its parent. It works in a new thread: torch's other
+        threads belong to the one that forked, and are not in this process.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         thread = threading.Thread(target=self._serve, args=arguments)
         thread.start()
-        thread.join()
+        while thread.is_alive() and os.getppid() == parent:
+            thread.join(1)
+        os._exit(0)
 
-    def _serve(
-        self, site: str, connection: Connection, parent: int, inherited: Iterable[Connection]
-    ) -> None:
-        """Step after step, until the parent closes the connection or ends."""
+    def _serve(self, site: str, connection: Connection, inherited: Iterable[Connection]) -> None:
+        """Step after step, until the parent closes the connection."""
         for of_the_parent in inherited:
             of_the_parent.close()
         with suppress(BaseException):
             while True:
                 request, message = receive(connection)
-                if os.getppid() != parent:
-                    break
                 words, message = self._replied(site, Step(**request), message)
                 send(connection, words, message)
-        os._exit(0)
 
     def _replied(self, site: str, step: Step, message: Message) -> tuple[JsonDict, Message]:
         try:
