@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from helpers import small_tasks
-from helpers.fixture_types import Refused
+from helpers.fixture_types import Refused, SiteOf, TaskOf
 from medflare.cli import main
 from medflare.evaluation.report import write_results
 from medflare.evaluation.results import RunRecord, SiteRecord
@@ -259,6 +259,27 @@ def test_a_site_without_data_is_named_with_the_nearest(
     )
     assert "'clinic2'" in study
     assert not engine.calls and not (tmp_path / "o").exists()
+
+
+def test_a_dry_run_reads_an_image_of_each_site(
+    make_site: SiteOf,
+    make_task: TaskOf,
+    tmp_path: Path,
+    refused: Refused,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in "AB":
+        make_site(name=f"data/{name}")
+    task = tmp_path / "task.json"
+    task.write_text(json.dumps(make_task().to_dict()))
+    words = ("run", "fedavg", "--task", str(task), "--data-root", str(tmp_path / "data"))
+    assert main([*words, "--dry-run"]) == 0
+    assert "an image of each site" in capsys.readouterr().out
+    damaged = tmp_path / "data/B/images/0.png"
+    damaged.write_bytes(b"no image")
+    assert str(damaged) in refused(*words, "--dry-run")
+    task.write_text(json.dumps(make_task(unreadable="skip").to_dict()))
+    assert main([*words, "--dry-run"]) == 0
 
 
 def run_once(folder: Path, *options: str) -> int:

@@ -266,8 +266,8 @@ def run(
         engine: FLARE's simulator or a plain loop
         weights: File or folder of the task's network.weights (default: MEDFLARE_WEIGHTS)
         threads: Sites that train at the same time under FLARE (default: all)
-        dry_run: Check the settings (images: medflare data check), print what would run, and write
-            nothing
+        dry_run: Check the settings and an image of each site (all images: medflare data check),
+            print what would run, and write nothing
         out: Folder for the results
 
     Examples:
@@ -326,13 +326,17 @@ def run(
         values = {name: arguments[name] for name in RUN_SETTINGS if name in arguments}
         check_run(method, task, hyper, run_settings(values))
         if dry_run:
+            from medflare.data.loading import check_first_image
             from medflare.networks.weights import starting_state
 
             inside = [name for name in names if name not in outside]
             with options.environment(weights=weights or choice.model):
                 starting_state(task, arguments["seed"])
+            for name in names:
+                check_first_image(name, task, role="outside" if name in outside else "inside")
             print(_planned(method, task, hyper, inside, outside, arguments))
             free = free_folder(target)
+            print("checked: settings and an image of each site; medflare data check reads them all")
             print(f"nothing was written; without --dry-run the results come to {free}")
             return 0
         with _new_folder(target) as folder, options.environment(weights=weights or choice.model):

@@ -27,7 +27,14 @@ from medflare.core.settings import no_such
 from medflare.data.acquisition import Acquisition
 from medflare.data.attributes import groups_of_patients
 from medflare.data.datalist import FILE, LISTS, DatalistItem, assign_splits, site_name
-from medflare.data.decoding import Decoded, EmbeddedSource, Source, decoded_once, decoded_when_used
+from medflare.data.decoding import (
+    Decoded,
+    EmbeddedSource,
+    Source,
+    decoded_once,
+    decoded_rows,
+    decoded_when_used,
+)
 from medflare.data.local import CacheSettings, ImageBounds
 from medflare.data.targets import (
     LazyTensors,
@@ -394,6 +401,18 @@ def renumbered_items(
 
 
 # -- 2. reading and decoding: what cannot be used --------------------------------------------------
+
+
+def check_first_image(site: str, task: TaskConfig, *, role: str) -> None:
+    """Raise DataError unless an image of the site, the first in its datalist that the task does not
+    skip, can be decoded with its target; arguments as for `load_site_data`.
+    """
+    source = open_source(site, task, resolve_data_root(site, task))
+    items, _, _ = usable_items(site, task, source, role=role)
+    failed: dict[int, str] = {}
+    if next(decoded_rows(task, source, items, failed), None) is None:
+        reason = next(iter(failed.values()), "none is listed")
+        raise DataError(f"site {site}: no image can be used; {reason}")
 
 
 def check_unreadable(failed: Mapping[int, str], count: int, task: TaskConfig, site: str) -> None:
