@@ -65,6 +65,25 @@ def test_a_site_without_problems(make_site: SiteOf, make_task: TaskOf, tmp_path:
         assert words in text
 
 
+def test_few_patients_behind_a_result_are_named(make_site: SiteOf, make_task: TaskOf) -> None:
+    notes = check_site(make_site(), make_task()).sites["A"].notes
+    few = "fewer than 6 patients, so no interval and little meaning: "
+    assert f"{few}validation 2, test 2" in notes
+    patients = {
+        "training": ["a", "b", "c"],  # of grades 0, 1, 2, and so on
+        "validation": [f"d{number}" for number in range(18)],
+        "test": [*"efghij", "e", "g"],  # of grade 0: e, h, e; of 1: f, i, g; of 2: g, j
+    }
+    folder = make_site(patients, "classification", "B")
+    (line,) = [
+        note
+        for note in check_site(folder, make_task("classification")).sites["B"].notes
+        if few in note
+    ]
+    first, second, third = make_task("classification").classes
+    assert line == f"{few}{first!r} in test 2, {second!r} in test 3, {third!r} in test 2"
+
+
 def test_every_problem_is_listed(make_site: SiteOf, make_task: TaskOf) -> None:
     folder = make_site()
     (folder / "images/0.png").unlink()

@@ -8,6 +8,7 @@ import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -36,12 +37,19 @@ from medflare.data.loading import SiteData, load_site_data, open_source, renumbe
 from medflare.data.local import LocalSettings
 from medflare.data.progress import with_progress
 from medflare.data.reading import read_stored
-from medflare.data.targets import class_counts, encode_label, scarce_classes, scarce_line
+from medflare.data.targets import (
+    class_counts,
+    counts_by_image,
+    encode_label,
+    scarce_classes,
+    scarce_line,
+)
 from medflare.data.transforms import Augmentation, Preprocessing, middle_slice
 from medflare.networks.catalogue import initial_network
 from medflare.networks.dry_run import check_network
 from medflare.preparation.step_cost import noise, step_explained
 from medflare.preparation.structures import structure_masks
+from medflare.tasks.classes import FEWEST
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 from medflare.training.montage import contact_sheet
@@ -341,6 +349,7 @@ def _check_folder(
     report.suppressed = _suppressed(report.splits, local.minimum_patients)
     if report.suppressed:
         report.notes.append(report.suppressed)
+    report.notes += few_patients(data, task)
     if report.test_only:
         report.notes += [*data.notes, "has test images only, so it can only be an outside site"]
         return data
@@ -374,6 +383,26 @@ def _suppressed(splits: Mapping[str, tuple[int, int]], minimum: int) -> str:
         f"{' and '.join(few)}: fewer than minimum_patients {minimum}, so that no metric of these "
         "images leaves the site"
     )
+
+
+def few_patients(data: SiteData, task: TaskConfig) -> list[str]:
+    """A line about splits, else about their classes, of too few patients for an interval."""
+    few = []
+    for split in ("validation", "test"):
+        part = data.split(split)
+        patients = len(set(part.patients))
+        if 0 < patients < FEWEST:
+            few.append(f"{split} {patients}")
+        if patients < FEWEST:
+            continue
+        shown = counts_by_image(part.targets, task) > 0
+        for name, of_images in zip(task.classes, shown.T.tolist(), strict=True):
+            count = len(set(compress(part.patients, of_images)))
+            if count < FEWEST and name in (data.annotated or task.classes):
+                few.append(f"{name!r} in {split} {count}")
+    if not few:
+        return []
+    return [f"fewer than {FEWEST} patients, so no interval and little meaning: {', '.join(few)}"]
 
 
 # Shape, and hash of the thinned values -> the first such image of all sites, and its source.
