@@ -12,8 +12,10 @@ import torch
 
 import medflare
 from helpers.final_models import same_weights
+from helpers.fixture_types import SiteOf
+from helpers.picture_sites import SEGMENTATION
 from helpers.small_tasks import tiny_phantom
-from medflare.core.errors import ConfigError, StepFailed
+from medflare.core.errors import ConfigError, DataError, StepFailed
 from medflare.core.store import StateStore
 from medflare.data.local import Bounds, LocalSettings
 from medflare.evaluation.results import load_results, validate_results
@@ -162,11 +164,21 @@ def test_lambda_below_one_over_k_is_allowed_with_a_warning() -> None:
     assert any(event["kind"] == "warning" and "lam" in event["message"] for event in events)
 
 
-def test_a_missing_data_root_is_a_failure_with_its_reason(tmp_path: Path) -> None:
-    results = run("fedavg", data_root=tmp_path / "nowhere", out=tmp_path / "out")
-    assert results["status"] == "FAILED" and "nowhere" in results["reason"]
-    sites = [event["site"] for event in results["events"] if event["kind"] == "failed"]
-    assert sites == [*results["sites"]], "the run has no failure of its own"
+def test_a_missing_data_root_is_an_error_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nowhere"):
+        run("fedavg", data_root=tmp_path / "nowhere", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_that_a_site_cannot_use_fails_the_run(make_site: SiteOf, tmp_path: Path) -> None:
+    root = make_site().parent
+    (root / "A" / "images/0.png").write_bytes(b"broken")
+    results = medflare.run_local(
+        "fedavg", SEGMENTATION, ["A"], rounds=1, seed=0, data_root=root, out=tmp_path / "out"
+    )
+    assert results["status"] == "FAILED" and "0.png" in results["reason"]
+    (event,) = [event for event in results["events"] if event["kind"] == "failed"]
+    assert event["site"] == "A", "the run has no failure of its own"
     assert "FAILED" in (tmp_path / "out" / "report.html").read_text()
 
 
@@ -334,6 +346,8 @@ def test_without_rounds_every_site_evaluates_the_weights(
         assert result["metrics"]["global"]["dice"] == pytest.approx(expected)
 
 
-def test_a_missing_weights_file_fails_the_run(delivered: tuple[Path, dict[str, Any]]) -> None:
-    results = medflare.run_local("fedavg", delivered[1], 2, rounds=1, seed=0)
-    assert results["status"] == "FAILED" and "model.safetensors" in results["reason"]
+def test_a_missing_weights_file_is_an_error_before_the_run(
+    delivered: tuple[Path, dict[str, Any]],
+) -> None:
+    with pytest.raises(ConfigError, match=r"model\.safetensors"):
+        medflare.run_local("fedavg", delivered[1], 2, rounds=1, seed=0)

@@ -9,6 +9,7 @@ from pathlib import Path
 from medflare.core.errors import Aborted, MedflareError, StepFailed
 from medflare.core.events import EventLog
 from medflare.core.files import make_folder, write_json
+from medflare.core.states import StateDict
 from medflare.core.text import Json, JsonDict, Say
 from medflare.data.acquisition import TRAINED_ON
 from medflare.data.progress import RoundsLeft
@@ -151,12 +152,17 @@ class Run:
         self.say(f"warning: {problem}")
 
     def check(self, *, resume: bool = False) -> None:
-        """Raise ConfigError for a run that cannot start, see `preflight.check_run`; StateError for
-        one that cannot `resume`.
+        """Raise ConfigError for a run that cannot start, see `preflight.check_run`, or has no
+        weights; StateError for one that cannot `resume`.
         """
         if resume:
             self._checkpoint.stored()
         check_run(self.method, self.task, self.hyper, self.settings)
+        self._start  # noqa: B018
+
+    @cached_property
+    def _start(self) -> StateDict | None:
+        return starting_state(self.task, self.settings.seed, self.weights)
 
     def _federation(self, exchange: Exchange, tracker: Tracker) -> Federation:
         seed = self.settings.seed
@@ -169,7 +175,7 @@ class Run:
             phases=self.method.site_class.phases,
             aggregation=self.aggregation,
             events=self.events,
-            start=starting_state(self.task, seed, self.weights),
+            start=self._start,
             weights=self.weights,
         )
         rounds_left = RoundsLeft(rounds)

@@ -13,6 +13,7 @@ from medflare.core.message import Message
 from medflare.core.settings import check_site_name
 from medflare.core.store import MemoryStore, StateStore, Store
 from medflare.core.text import Json, Say
+from medflare.data.loading import resolve_data_root
 from medflare.data.local import LocalSettings
 from medflare.evaluation.run_results import RunResults, in_notebook
 from medflare.federation.checkpoint import has_run, stored_plan
@@ -108,8 +109,9 @@ def run_local(
             value}`, `server={name: value}`.
 
     Raises:
-        ConfigError: the method, task, a hyper-parameter, a site name or the device is wrong. Later
-            errors give a result with status FAILED.
+        ConfigError: the method, task, a hyper-parameter, a site name, the weights or the device is
+            wrong. Later errors give a result with status FAILED.
+        DataError: `data_root` has no data of a site.
         StepFailed: the method's code has a bug; it is raised after results.json says FAILED.
     """
     chosen = get_method(method, site=site_algorithm, server=server_algorithm)
@@ -142,6 +144,10 @@ def run_local(
     )
     run.check(resume=resume)
     check_track(track)
+    names = (*inside, *apart)
+    if opener is None:
+        for name in names:
+            resolve_data_root(name, config, data_root=data_root)
 
     memory: dict[str, MemoryStore] = {}
 
@@ -168,7 +174,6 @@ def run_local(
             local=LocalSettings(share_model=True),
         )
 
-    names = (*inside, *apart)
     if folder is not None and not resume and has_run(folder):
         earlier = free_folder(folder)
         folder.rename(earlier)
