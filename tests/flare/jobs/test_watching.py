@@ -1,8 +1,11 @@
 """A job is followed line by line: nothing twice, nothing missed, who is silent, and how it ended."""
 
+import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -92,6 +95,26 @@ def test_who_is_silent_is_named_when_its_silence_has_doubled() -> None:
     _, output = watched(Served(*[RUNNING] * 7, COMPLETED, stats=stats))
     named = [line for line in output if line.startswith("silent")]
     assert [line.split()[5] for line in named] == ["11", "22", "45", "12"]
+
+
+def test_what_a_job_does_is_said_when_there_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(monotonic=itertools.count(0, 100).__next__, sleep=time.sleep)
+    monkeypatch.setattr(watching, "time", clock)
+    enrolled = told(STEPS[0], A=0.0, B=0.0)
+    enrolled["medflare"] |= {"phase": "enrol", "round": 0}
+    early: dict[str, Any] = {"medflare": {"lines": []}}
+    stats: tuple[dict[str, Any], ...] = ({}, early, enrolled, told(STEPS[0], A=0.0), told(STEPS[0]))
+    _, output = watched(Served("SUBMITTED", *[RUNNING] * 5, COMPLETED, stats=({}, *stats)))
+    work = [line.rpartition(" (")[0] for line in output if line.endswith(" s)")]
+    start = "the processes of the server and the sites start"
+    assert work == [
+        "SUBMITTED",
+        start,
+        start,
+        "enrolment, for which sites read their images, at work: A, B",
+        "'train' of round 2, at work: A",
+        "'train' of round 2, at work: the server",
+    ]
 
 
 def test_who_refused_a_job_that_the_others_run_is_named() -> None:

@@ -14,7 +14,7 @@ from nvflare.fuel.flare_api.api_spec import MonitorReturnCode, TargetType
 from nvflare.fuel.flare_api.flare_api import Session
 
 from medflare.core.text import Json, Say, printable
-from medflare.federation.settings import step_name
+from medflare.federation.settings import ENROL, step_name
 from medflare.flare.jobs.sessions import (
     LOST,
     REFUSALS,
@@ -31,8 +31,10 @@ from medflare.flare.tracking import GROUP, NOTED
 
 _INTERVAL = 1.0  # seconds between two looks, or two attempts to reach the server
 _GONE = 300.0  # seconds in the state RUNNING without statistics after which a job has no process
-# Seconds without a sign of life until a site is reported, and again each time they have doubled.
+# Seconds without a sign of life until a site is reported, and without a line until it is said what
+# the job does; and again each time they have doubled.
 _SILENT = 10.0
+_REPEAT = 60.0  # seconds without a line, at most
 _RESUME = (
     "the server was started again meanwhile; "
     "a new job resumes it after its last finished step "
@@ -105,7 +107,9 @@ class Follower:
     """Passes what is new about a job to `say`, line by line, over all sessions with its server."""
 
     def __init__(self, say: Say):
-        self._say = lambda line: say(printable(line))  # the server and the sites write some of it
+        self._tell = lambda line: say(printable(line))  # the server and the sites write some of it
+        self._told = time.monotonic()  # when there was news
+        self._patience = _SILENT
         self._printed: set[str] = set()
         self._reported: dict[str, float] = {}  # site -> its silence when it was last reported
 
@@ -123,13 +127,17 @@ class Follower:
                 shown = state
                 # A party may have refused the job while others run it.
                 self._print_once(explanations(deployment(meta)))
+            progress: Json = {}
             if meta[JobMetaKey.STATUS] == RUNNING:
                 try:
-                    self._show(_progress(connection.show_stats(job, TargetType.SERVER)))
+                    progress = _progress(connection.show_stats(job, TargetType.SERVER))
+                    self._show(progress)
                 except LOST:
                     raise
                 except REFUSALS:  # the job's process starts or ends, or has ended
+                    self._show_work(state, progress)
                     return time.monotonic() - heard < _GONE
+            self._show_work(state, progress)
             heard = time.monotonic()
             return True
 
@@ -155,6 +163,28 @@ class Follower:
         for reason in reasons:
             self._say(reason)
         return False
+
+    def _say(self, line: str) -> None:
+        self._tell(line)
+        self._told = time.monotonic()
+        self._patience = _SILENT
+
+    def _show_work(self, state: str, progress: Json) -> None:
+        """Say what the job does if nothing was said for a while."""
+        quiet = time.monotonic() - self._told
+        if quiet < self._patience or state.startswith(_FINISHED):
+            return
+        self._patience = quiet + min(quiet, _REPEAT)
+        work = state
+        if "phase" in progress:
+            work = step_name(progress["phase"], progress["round"])
+            if progress["phase"] == ENROL:
+                work = "enrolment, for which sites read their images"
+            silent = progress["silent"]
+            work += f", at work: {', '.join(sorted(silent)) or 'the server'}"
+        elif state == RUNNING:
+            work = "the processes of the server and the sites start"
+        self._tell(f"{work} ({quiet:.0f} s)")
 
     def _print_log(self, log: str) -> None:
         """Print the steps and events of the server's log that came after the last look."""
