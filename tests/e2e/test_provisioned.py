@@ -118,8 +118,10 @@ def test_a_member_may_not_submit(federation: ProvisionedFederation, job: Path) -
     assert "a lead's may" in refused.stderr
 
 
-def test_a_person_reaches_no_site_past_the_server(federation: ProvisionedFederation) -> None:
-    """FLARE alone relays the request, and the site deletes the folder of its settings."""
+def test_a_person_reaches_no_site_past_the_server_and_is_none(
+    federation: ProvisionedFederation,
+) -> None:
+    """FLARE alone relays the request, and the site deletes the folder of its settings. With any certificate it registers a client."""
     member = federation.kit("member")
     site = federation.sites[0]
     log = federation.kit(SERVER) / "log.txt"
@@ -128,6 +130,10 @@ def test_a_person_reaches_no_site_past_the_server(federation: ProvisionedFederat
     federation.command(sys.executable, program, member, PEOPLE["member"], site)
     wait_until(partial(said, f"to {site}", log, before), "the server does not name the refusal")
     assert (federation.kit(site) / "local" / "medflare.json").exists()
+    for topic in ("register", "heart_beat"):
+        assert said(f"refused: {topic} from {PEOPLE['member']}", log, before)
+    assert not said(f"client {PEOPLE['member']}", log, before)
+    assert not said(f"the client: {PEOPLE['member']}", log, before)
 
 
 def test_code_in_a_job_is_refused_in_words(

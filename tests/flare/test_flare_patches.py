@@ -243,25 +243,69 @@ def test_the_server_takes_from_sites_and_people_what_is_meant_for_it(
         assert (server._validate_auth_headers(message) == "done") == (accepted and honest)
 
 
-@pytest.mark.parametrize(("credentials", "accepted"), [("site-2", True), ("server", False)])
-@pytest.mark.usefixtures("limited")
-def test_a_site_does_not_use_the_servers_credentials(credentials: str, accepted: bool) -> None:
-    """They stand in every answer of the server, also in that to an unknown party."""
-    server = FederatedServer.__new__(FederatedServer)
-    server.logger = logging.getLogger("test")
-    headers = {
-        MessageHeaderKey.ORIGIN: "site-2",
-        MessageHeaderKey.DESTINATION: "server",
-        CellMessageHeaderKeys.CLIENT_NAME: credentials,
-    }
-    message = Message(headers, None)
-    message.set_prop(MessagePropKey.ENDPOINT, SimpleNamespace(name="site-2"))
-    assert (server._validate_auth_headers(message) == "done") == accepted
+LEAD = "lead@coordination.org"
+CONSOLE = "_admin_1c9a2c4e-52b3-4c39-9d0e-3a5c7f1f0b11"
+TASKS = "task"  # FLARE's channel on which clients register
 
 
 @pytest.mark.parametrize(
-    ("sender", "name"),
-    [("site-2", "site-2"), ("relay.site-2", "relay"), ("relay.site-1", "site-1")],
+    ("sender", "certificate", "credentials", "more", "accepted"),
+    [
+        ("site-12", "site-12", "site-12", {}, True),
+        ("site-12", "site-12", None, {"topic": "challenge"}, True),
+        ("site-12", "site-12", "server", {}, False),
+        ("site-12", "site-12", "server_job", {}, False),
+        ("site-12", "site-12", "site-1", {"topic": "heart_beat"}, False),  # of token 2X
+        ("site-12", "site-12", "site-12", {"topic": "register", "type": "regular"}, True),
+        ("site-12", "site-12", LEAD, {"topic": "register", "type": "regular"}, False),
+        ("site-12", "site-12", LEAD, {"topic": "heart_beat"}, False),
+        ("site-12", "site-12", "site-12", {"topic": "register", "type": "admin"}, False),
+        ("site-12", "site-12", "site-12", {"channel": "hci_channel"}, False),
+        (CONSOLE, "site-12", "site-12", {"topic": "register", "type": "admin"}, False),
+        (CONSOLE, "site-12", "site-12", {"channel": "hci_channel"}, False),
+        (CONSOLE, LEAD, None, {"topic": "challenge"}, True),
+        (CONSOLE, LEAD, LEAD, {"topic": "register", "type": "admin"}, True),
+        (CONSOLE, LEAD, LEAD, {"topic": "register", "type": "regular"}, False),
+        (CONSOLE, LEAD, LEAD, {"topic": "register"}, False),
+        (CONSOLE, LEAD, LEAD, {"topic": "heart_beat"}, False),
+        (CONSOLE, LEAD, LEAD, {"channel": "hci_channel"}, True),
+        (CONSOLE, None, LEAD, {"channel": "hci_channel"}, True),  # without mutual TLS
+        (CONSOLE, LEAD, "member@hospital-two.org", {"channel": "hci_channel"}, False),
+        (CONSOLE, LEAD, LEAD, {"channel": "server_command", "to": f"server.{KIT_JOB}"}, False),
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.usefixtures("limited")
+def test_a_party_acts_as_what_it_is_and_under_its_own_name(
+    sender: str,
+    certificate: str | None,
+    credentials: str | None,
+    more: dict[str, str],
+    accepted: bool,
+    streamed: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """FLARE takes any certificate for a client's: a person would train in a job and get its models."""
+    server = FederatedServer.__new__(FederatedServer)
+    server.logger = logging.getLogger("test")
+    keys = StreamHeaderKey if streamed else MessageHeaderKey
+    headers = {
+        MessageHeaderKey.ORIGIN: sender,
+        MessageHeaderKey.DESTINATION: more.get("to", "server"),
+        keys.CHANNEL: more.get("channel", TASKS),
+        keys.TOPIC: more.get("topic", "any"),
+        CellMessageHeaderKeys.CLIENT_NAME: credentials,
+        CellMessageHeaderKeys.CLIENT_TYPE: more.get("type"),
+    }
+    message = Message(headers, None)
+    message.set_prop(MessagePropKey.ENDPOINT, SimpleNamespace(name=sender))
+    message.set_prop(MessagePropKey.COMMON_NAME, certificate)
+    assert (server._validate_auth_headers(message) == "done") == accepted
+    assert accepted or f"from {certificate}, as {sender}, to server" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("sender", "name"), [("site-2", "site-2"), ("site-2.site-1", "site-2"), ("site-1", "site-1")]
 )
 @pytest.mark.parametrize("handler", ["_execute_command", "_aux_communicate"])
 def test_a_request_is_of_the_party_that_sent_it(

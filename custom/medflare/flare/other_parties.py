@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import cache
 from io import BytesIO
 from pathlib import Path, PurePath
@@ -38,10 +39,11 @@ from nvflare.fuel.utils.fobs import FOBSContextKey, fobs, lobs
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 from nvflare.private.admin_defs import error_reply
 from nvflare.private.defs import (
-    AUTH_CLIENT_NAME_FOR_SJ,
     ERROR_MSG_PREFIX,
     CellChannel,
+    CellChannelTopic,
     CellMessageHeaderKeys,
+    ClientType,
     JobFailureMsgKey,
     RequestHeader,
     SysCommandTopic,
@@ -51,6 +53,7 @@ from nvflare.private.defs import (
 from nvflare.widgets.fed_event import FED_EVENT_TOPIC
 
 from medflare.core.files import refuse_bomb
+from medflare.core.text import printable
 from medflare.flare.names import JOB_ID
 
 # Channels and topics by which the server alone may ask the server: events of FLARE end jobs, and
@@ -61,6 +64,9 @@ _OF_THE_SERVER = {
     FED_EVENT_TOPIC,
     core_cell._TOPIC_BULK,
 }
+# What a site alone, and a person alone, may say to the server, beside its registration.
+_OF_SITES = {CellChannelTopic.HEART_BEAT, CellChannelTopic.REPORT_JOB_FAILURE}
+_OF_PEOPLE = {CellChannel.HCI}
 _CHANNEL_AND_TOPIC = (
     *(MessageHeaderKey.CHANNEL, StreamHeaderKey.CHANNEL),
     *(MessageHeaderKey.TOPIC, StreamHeaderKey.TOPIC),
@@ -126,11 +132,12 @@ def limit_other_parties() -> None:
         asks = message.get_header(MessageHeaderKey.MSG_TYPE) == MessageType.REQ
         controls = asks and not _OF_THE_SERVER.isdisjoint(named)
         is_relayed = receiver not in (FQCN.ROOT_SERVER, sender)
-        # The server's answers show its own credentials, which FLARE would take from anyone.
-        credentials = message.get_header(CellMessageHeaderKeys.CLIENT_NAME)
-        borrows = credentials in (FQCN.ROOT_SERVER, AUTH_CLIENT_NAME_FOR_SJ)
-        if origin != sender or is_relayed or controls or borrows:
-            server.logger.warning(f"refused: a message from {sender}, as {origin}, to {receiver}")
+        poses = _poses_as_another(message, sender, named)
+        if origin != sender or is_relayed or controls or poses:
+            party = message.get_prop(MessagePropKey.COMMON_NAME) or sender
+            topic = message.get_header(MessageHeaderKey.TOPIC)
+            refused = f"refused: {topic} from {party}, as {origin}, to {receiver}"
+            server.logger.warning(printable(refused))
             return make_reply(ReturnCode.AUTHENTICATION_ERROR, "the server does not pass this on")
         return validate(server, message)
 
@@ -158,21 +165,46 @@ def limit_other_parties() -> None:
     JobLogReceiver._on_chunk_received = received
 
 
-def _name_sender(request: Message) -> None:
-    """Write the name of the party that sent a request over another one that the request gives;
-    behind a relay, whose name comes first, a site keeps its own.
+def _poses_as_another(message: Message, sender: str, named: Sequence[Any]) -> bool:
+    """Whether a person acts as a site, a site as a person, or either under another party's name.
+
+    To FLARE each certificate is a site's and a person's. A person has an e-mail address there, and
+    cells of random names; a site has no such address, and its cell has its name. FLARE takes the
+    server's credentials, which stand in its answers, from anyone; and it signs name and token as
+    one text: site-12 with token X could be site-1 with token 2X.
+
+    Args:
+        sender: the first name of the cell that is connected to the server.
+        named: channels and topics of the message.
     """
-    senders = FQCN.split(request.get_header(MessageHeaderKey.ORIGIN))
+    credentials = message.get_header(CellMessageHeaderKeys.CLIENT_NAME)
+    if is_valid_admin_client_name(sender):
+        name = message.get_prop(MessagePropKey.COMMON_NAME) or credentials  # one without mutual TLS
+        is_own = credentials is None or ("@" in credentials and credentials == name)
+        # Not to the process of a job.
+        is_own &= message.get_header(MessageHeaderKey.DESTINATION) == FQCN.ROOT_SERVER
+        kind, of_others = ClientType.ADMIN, _OF_SITES
+    else:
+        is_own = credentials in (None, sender)
+        kind, of_others = ClientType.REGULAR, _OF_PEOPLE
+    registers = CellChannelTopic.Register in named
+    is_kind = not registers or message.get_header(CellMessageHeaderKeys.CLIENT_TYPE) == kind
+    return not (is_own and is_kind and of_others.isdisjoint(named))
+
+
+def _name_sender(request: Message) -> None:
+    """Write the name of the party that sent a request over the one that the request gives."""
+    sender = FQCN.get_root(request.get_header(MessageHeaderKey.ORIGIN))
     if not isinstance(request.payload, Shareable):
         request.payload = Shareable()  # FLARE refuses it
-    if senders[0] == FQCN.ROOT_SERVER:
+    if sender == FQCN.ROOT_SERVER:
         return
     properties = request.payload.get_peer_props()
-    if isinstance(properties, dict) and properties.get(ReservedKey.IDENTITY_NAME) not in senders:
-        properties[ReservedKey.IDENTITY_NAME] = senders[0]
+    if isinstance(properties, dict):
+        properties[ReservedKey.IDENTITY_NAME] = sender
     context = request.payload.get_peer_context()
-    if isinstance(context, FLContext) and context.get_identity_name() not in senders:
-        context.put(ReservedKey.IDENTITY_NAME, senders[0], private=False, sticky=False)
+    if isinstance(context, FLContext):
+        context.put(ReservedKey.IDENTITY_NAME, sender, private=False, sticky=False)
 
 
 @cache
