@@ -1,6 +1,7 @@
 """What a site says about how many: no number of few patients leaves it as the difference of two jobs; test_every_method.py has one job."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -163,6 +164,50 @@ def test_a_lead_can_correct_a_few_first_jobs(data: Path, tmp_path: Path, private
     assert record.is_fixed()
     with pytest.raises(ConfigError, match="earlier job"):
         replace(record, job="other").fix_used_images(other)
+
+
+def _without(data: Path, site: str, split: str, count: int) -> None:
+    """Take the first patients out of a split."""
+    path = data / site / "datalist.json"
+    listed = json.loads(path.read_text())
+    listed[split] = listed[split][count:]
+    path.write_text(json.dumps(listed))
+
+
+def test_patients_come_and_go_in_groups(data: Path, tmp_path: Path) -> None:
+    """Else the counts and metrics of two jobs tell the label of the one patient who was admitted between them."""
+    changing = tmp_path / "data"
+    shutil.copytree(data, changing)
+    record = DataRecord(tmp_path / "record", changing / "a", "one", 1000)
+
+    def enrol(job: str) -> None:
+        site = open_site(
+            "a", FIRST, data_root=changing, local=LocalSettings(minimum_patients=MINIMUM)
+        )
+        replace(record, job=job).fix_used_images(site)
+
+    enrol("first")
+    _without(changing, "a", "training", 1)
+    with pytest.raises(ConfigError, match="an earlier job used other") as caught:
+        enrol("one less")
+    assert "1 patients of 'train'" in str(caught.value.__cause__), "what the site's log says"
+    _without(changing, "a", "training", 4)
+    enrol("five less")
+    _without(changing, "a", "training", 4)
+    with pytest.raises(ConfigError):
+        enrol("four less than the second job")
+    listed = json.loads((data / "a" / "datalist.json").read_text())
+    listed["training"] = listed["training"][1:]
+    (changing / "a" / "datalist.json").write_text(json.dumps(listed))
+    with pytest.raises(ConfigError):
+        enrol("one less than the first job")
+    listed = json.loads((data / "a" / "datalist.json").read_text())
+    listed["test"][0]["label"] = 1
+    (changing / "a" / "datalist.json").write_text(json.dumps(listed))
+    with pytest.raises(ConfigError):
+        enrol("another label of one patient")
+    shutil.copy(data / "a" / "datalist.json", changing / "a")
+    enrol("as the first job")
 
 
 def test_the_site_allows_another_selection(data: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import csv
 import hashlib
 import json
 import re
+from collections import defaultdict
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -34,6 +35,7 @@ _OF_SIZE = ("size", "image_mode", "spacing", "orientation", "slices", "spatial_d
 _LOCK = ".lock"
 _SLICE = re.compile(r"\[\d+\]\Z")  # the end of the name of a volume's slice
 _COLUMNS = ("time", "job", "phase", "models")
+_Used = dict[str, list[list[str]]]  # see `_digests_of_patients`
 
 
 @dataclass(frozen=True)
@@ -58,16 +60,19 @@ class DataRecord:
     most_validations: int = Bounds.validations
 
     def fix_used_images(self, site: Site) -> None:
-        """Note the selection and split of the first job; a changed datalist begins anew.
+        """Note the selection and split of the first job; a changed datalist begins anew, if enough
+        patients differ.
 
         Raises:
-            ConfigError: this job selects or splits the images in another way.
+            ConfigError: this job selects or splits the images in another way, or a split differs
+                from an earlier job's in a few patients, whose labels two counts would tell.
         """
         present = {
             "datalist": file_digest(self.data / FILE),
             "selection": used_images_digest(site),
             "unreadable": _unreadable(site),
         }
+        used = _digests_of_patients(site)
         with locked(self.folder / _LOCK):  # two jobs at the same time are not both the first
             first = self._stored(SELECTION, {})
             same_data = first.get("datalist") == present["datalist"]
@@ -79,8 +84,11 @@ class DataRecord:
                 raise other_images_refusal(site.name)
             noted = dict(first)
             if not same_data:
+                for earlier in first.get("used", []):
+                    _check_changed_patients(site, earlier, used)
                 noted = {"job": self.job, "time": _now(), "refused": first.get("refused", 0)}
                 noted |= present
+                noted["used"] = [*first.get("used", []), used]
             if self.private:
                 is_of_older_version = first and not same_data and "trained" not in first
                 trained = set(first.get("trained", []))
@@ -102,7 +110,8 @@ class DataRecord:
             first = self._stored(SELECTION, {})
             refused = first.get("refused", 0) + 1
             if first.get("job") == self.job and refused <= _MOST_REFUSED:
-                write_json(self.folder / SELECTION, {"refused": refused})
+                earlier = first.get("used", [])[:-1]
+                write_json(self.folder / SELECTION, {"refused": refused, "used": earlier})
 
     def note_reading(self, site: str, task: TaskConfig) -> None:
         """Note how a task reads the images, before it does: whether a transform fails on one, or
@@ -211,6 +220,21 @@ def other_images_refusal(site: str) -> ConfigError:
     )
 
 
+def _check_changed_patients(site: Site, earlier: _Used, present: _Used) -> None:
+    """Raise ConfigError if a split differs from an earlier job's in a few patients alone."""
+    for name in SPLITS:
+        for depth in range(1, 4):  # patients; with their images; with the labels
+            before = {tuple(digests[:depth]) for digests in earlier[name]}
+            after = {tuple(digests[:depth]) for digests in present[name]}
+            changed = {patient for patient, *_ in before ^ after}
+            if 0 < len(changed) < site.minimum_patients:
+                raise other_images_refusal(site.name) from ConfigError(
+                    f"{FILE} has changed in {len(changed)} patients of '{name}', and counts of two "
+                    f"jobs would tell theirs; change {site.minimum_patients} or more at once, or "
+                    f"delete {SELECTION}"
+                )
+
+
 def _trained_patients(site: str) -> ConfigError:
     """The refusal of a split that validates or tests patients of an earlier job's training."""
     return ConfigError(
@@ -246,17 +270,44 @@ def used_images_digest(site: Site) -> str:
     """
     task = site.task
     content: JsonDict = {"kind": task.kind, "target": task.target}
+    for name, images in _used_images(site).items():
+        content[name] = [json.dumps(image) for image in images]
+    if task.kind == "segmentation":
+        content["labels"] = [task.label_values.get(label) for label in task.labels]
+        content["unlisted"] = task.unlisted_labels
+    return _digest(content)
+
+
+def _used_images(site: Site) -> dict[str, list[list[Any]]]:
+    """Split -> its images as [patient, file, labels], a volume once; None for labels of masks."""
+    used = {}
     for name in SPLITS:
         split = site.data.split(name)
         files = [_SLICE.sub("", image) for image in split.names]
         labels: list[Any] = [None] * len(files)
-        if task.kind == "classification":
-            labels = counts_by_image(split.targets, task).tolist()
+        if site.task.kind == "classification":
+            labels = counts_by_image(split.targets, site.task).tolist()
         images = {json.dumps(image) for image in zip(split.patients, files, labels, strict=True)}
-        content[name] = sorted(images)
-    if task.kind == "segmentation":
-        content["labels"] = [task.label_values.get(label) for label in task.labels]
-        content["unlisted"] = task.unlisted_labels
+        used[name] = [json.loads(image) for image in sorted(images)]
+    return used
+
+
+def _digests_of_patients(site: Site) -> _Used:
+    """Split -> digests of each patient, of the patient's images, and of their labels."""
+    used = {}
+    for name, images in _used_images(site).items():
+        by_patient: dict[str, list[tuple[str, Any]]] = defaultdict(list)
+        for patient, file, labels in images:
+            by_patient[patient].append((file, labels))
+        used[name] = []
+        for patient, of_patient in sorted(by_patient.items()):
+            files = [file for file, _ in of_patient]
+            parts = (patient, files, of_patient)
+            used[name].append([_digest(part)[:16] for part in parts])
+    return used
+
+
+def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
