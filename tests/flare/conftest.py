@@ -18,6 +18,7 @@ from nvflare.fuel.f3.streaming import byte_receiver
 from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
 from nvflare.fuel.hci.client.file_transfer import FileTransferModule
 from nvflare.fuel.hci.server.hci import AdminServer
+from nvflare.fuel.sec.audit import Auditor
 from nvflare.fuel.utils import zip_utils
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 from nvflare.private.fed.client.admin import FedAdminAgent
@@ -48,6 +49,7 @@ _CHANGED = {
     file_streamer._ChunkConsumer: ("consume", "finalize"),
     FileTransferModule: ("_tx_path", "pull_binary_file"),
     FedAdminAgent: ("_dispatch_request",),
+    Auditor: ("add_event", "add_job_event"),
 }
 _ORIGINALS = [(owner, name, vars(owner)[name]) for owner in _CHANGED for name in _CHANGED[owner]]
 

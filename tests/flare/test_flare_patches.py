@@ -46,6 +46,7 @@ from nvflare.fuel.f3.streaming.stream_types import BlobSizeError
 from nvflare.fuel.hci.client.file_transfer import FileTransferModule
 from nvflare.fuel.hci.server import hci
 from nvflare.fuel.hci.server.hci import AdminServer
+from nvflare.fuel.sec.audit import Auditor
 from nvflare.fuel.utils import fobs, zip_utils
 from nvflare.fuel.utils.config_factory import ConfigFactory
 from nvflare.fuel.utils.config_service import ConfigService
@@ -77,6 +78,7 @@ from medflare.flare.flare_patches import (
     survive_resends,
 )
 from medflare.flare.other_parties import (
+    audit_line_by_line,
     authorize_before_deployment,
     bound_arrays,
     bound_files,
@@ -202,6 +204,22 @@ def test_a_job_lies_in_its_folder_only_when_it_is_authorized(
     for job, is_started in ((KIT_JOB, not refusal), (str(uuid.uuid4()), False)):
         assert (engine.start_app(job, job_meta={}) == "started") == is_started
     assert log.read_text().count("refused train.start_job") == 1 + bool(refusal)
+
+
+def test_an_event_is_one_line_of_the_audit_log_and_has_no_fields_but_its_own(
+    tmp_path: Path,
+) -> None:
+    """FLARE writes a text of a lead or a member as it is: with lines in anyone's name."""
+    audit_line_by_line()
+    auditor = Auditor(str(tmp_path / "audit.log"))
+    forged = f"x\n[E:1][R:{KIT_JOB}][T:2026-11-22 11:00:00][U:it@hospital-one.org][A:shell\x1b[2J]"
+    auditor.add_event(user=forged, action=forged, ref=forged, msg=forged)
+    auditor.add_event("lead@coordination.org", "list_jobs")
+    auditor.add_job_event(KIT_JOB, forged, forged, forged, msg=forged)
+    auditor.close()
+    event, plain, of_job = (tmp_path / "audit.log").read_text().splitlines()
+    assert [event.count("["), plain.count("["), of_job.count("[")] == [5, 4, 5]
+    assert "[U:lead@coordination.org][A:list_jobs]" in plain and event.isprintable()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from io import BytesIO
 from pathlib import Path, PurePath
@@ -85,6 +85,7 @@ _UPLOADS = 8  # at once
 _UPLOAD_BYTES = 2**29  # of a job, packed
 _BEGIN_TIMEOUT = 60.0  # seconds until the first part of a stream is there
 _LONGEST_RETRY = 120.0  # seconds that a finished stream is kept, as its sender may send parts again
+_NO_FIELDS = str.maketrans("[]", "()")  # FLARE writes a field of audit.log in brackets
 _UNPACKED = re.compile("[0-9a-f]{16}")  # the end of the name of a job's folder while it is checked
 _LOG = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ def protect_from_other_parties() -> None:
     limit_other_parties()
     obey_the_server_alone()
     authorize_before_deployment()
+    audit_line_by_line()
     survive_messages()
     bound_messages()
     bound_streams()
@@ -205,6 +207,26 @@ def _name_sender(request: Message) -> None:
     context = request.payload.get_peer_context()
     if isinstance(context, FLContext):
         context.put(ReservedKey.IDENTITY_NAME, sender, private=False, sticky=False)
+
+
+@cache
+def audit_line_by_line() -> None:
+    """Have FLARE write an event to audit.log as one line, in this process: texts of other parties
+    would be lines, and fields, of their own in anyone's name.
+    """
+    Auditor.add_event = _plainly(Auditor.add_event)
+    Auditor.add_job_event = _plainly(Auditor.add_job_event)
+
+
+def _plainly(add: Callable[..., str]) -> Callable[..., str]:
+    def plain(text: Any) -> str:
+        return printable(str(text or "")).translate(_NO_FIELDS)
+
+    def added(auditor: Auditor, *texts: Any, **named: Any) -> str:
+        plain_named = {name: plain(text) for name, text in named.items()}
+        return add(auditor, *map(plain, texts), **plain_named)
+
+    return added
 
 
 @cache
