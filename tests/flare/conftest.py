@@ -14,6 +14,7 @@ from nvflare.app_common.np.np_downloader import ArrayConsumer
 from nvflare.app_common.streamers import file_streamer
 from nvflare.fuel.f3.cellnet import cell
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell
+from nvflare.fuel.f3.cellnet.net_manager import NetManager
 from nvflare.fuel.f3.streaming import byte_receiver
 from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
 from nvflare.fuel.hci.client.file_transfer import FileTransferModule
@@ -35,7 +36,8 @@ _CHANGED = {
     cell: ("decode_payload", "_is_server_job_cell"),
     byte_receiver: ("MAX_COMPLETED_TASK_TTL",),
     byte_receiver.RxTask: ("find_or_create_task",),
-    CoreCell: ("_add_adhoc_connector",),
+    CoreCell: ("_add_adhoc_connector", "_process_received_msg"),
+    NetManager: ("get_spec",),
     FederatedServer: ("_validate_auth_headers",),
     ServerCommandAgent: ("_execute_command", "_aux_communicate"),
     ServerRunner: ("ABORT_RETURN_CODES",),

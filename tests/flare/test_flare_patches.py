@@ -38,6 +38,7 @@ from nvflare.fuel.f3.cellnet import cell
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType
 from nvflare.fuel.f3.cellnet.fqcn import FqcnInfo
+from nvflare.fuel.f3.cellnet.net_manager import NetManager
 from nvflare.fuel.f3.endpoint import Endpoint
 from nvflare.fuel.f3.message import Message
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
@@ -161,6 +162,37 @@ def test_a_site_hears_the_server_and_its_own_processes_alone(
     receiver.my_info = FqcnInfo(cell)
     message = new_cell_message({MessageHeaderKey.ORIGIN: "server"}, None)
     heard = receiver._process_received_msg(Endpoint(endpoint), None, message)
+    assert (heard == "heard") == is_heard
+
+
+@pytest.mark.parametrize(
+    ("topic", "is_heard"),
+    [
+        ("speed", False),
+        ("change_root", False),
+        ("conns", False),
+        ("heartbeat", True),
+        ("stop", True),
+    ],
+)
+def test_a_process_of_a_site_is_no_part_of_a_test_of_the_network(
+    topic: str, is_heard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member's `speed site-1 server 1 100000000` takes 100 GB of a hospital's memory, and FLARE asks for no right."""
+    monkeypatch.setattr(CoreCell, "_process_received_msg", lambda *words: "heard")
+    obey_the_server_alone()
+    limit_other_parties()
+    assert not NetManager(MagicMock()).get_spec().cmd_specs
+    receiver = CoreCell.__new__(CoreCell)
+    receiver.my_info = FqcnInfo("site-1")
+    headers = {
+        MessageHeaderKey.ORIGIN: "server",
+        MessageHeaderKey.MSG_TYPE: MessageType.REQ,
+        MessageHeaderKey.CHANNEL: "_net_manager",
+        MessageHeaderKey.TOPIC: topic,
+    }
+    message = Message(headers, None)
+    heard = receiver._process_received_msg(Endpoint("server"), None, message)
     assert (heard == "heard") == is_heard
 
 

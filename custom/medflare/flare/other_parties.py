@@ -25,12 +25,14 @@ from nvflare.fuel.f3.cellnet import cell, core_cell, net_agent
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell, make_reply
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType, ReturnCode
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
+from nvflare.fuel.f3.cellnet.net_manager import NetManager
 from nvflare.fuel.f3.endpoint import Endpoint
 from nvflare.fuel.f3.message import Message
 from nvflare.fuel.f3.streaming import byte_receiver
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
 from nvflare.fuel.f3.streaming.stream_const import StreamHeaderKey
+from nvflare.fuel.hci.reg import CommandModuleSpec
 from nvflare.fuel.hci.server.hci import AdminServer
 from nvflare.fuel.sec.audit import Auditor
 from nvflare.fuel.utils import zip_utils
@@ -64,6 +66,8 @@ _OF_THE_SERVER = {
     FED_EVENT_TOPIC,
     core_cell._TOPIC_BULK,
 }
+# Of FLARE's network at a site; others use any memory, or have it connect elsewhere.
+_OF_NETWORK = {net_agent._TOPIC_HEARTBEAT, net_agent._TOPIC_STOP, net_agent._TOPIC_STOP_CELL}
 # What a site alone, and a person alone, may say to the server, beside its registration.
 _OF_SITES = {CellChannelTopic.HEART_BEAT, CellChannelTopic.REPORT_JOB_FAILURE}
 _OF_PEOPLE = {CellChannel.HCI}
@@ -108,7 +112,7 @@ def protect_from_other_parties() -> None:
 def limit_other_parties() -> None:
     """Have FLARE's server accept from sites and people what is meant for it, in this process: no
     message to another site or in the name of another party, no command but for tasks and updates,
-    no control of its network and of the states of jobs, no logs.
+    no control of its network, of the parties' networks and of the states of jobs, no logs.
 
     A site takes a request that comes through the server for the server's, whoever sent it: to run
     `cat` or `grep` on any file, to delete a folder of its kit, to stop. The name of an endpoint is
@@ -165,6 +169,8 @@ def limit_other_parties() -> None:
     ServerCommandAgent._execute_command = executed
     ServerCommandAgent._aux_communicate = communicated
     JobLogReceiver._on_chunk_received = received
+    # Console commands for which FLARE asks no right: memory and settings of any party's processes.
+    NetManager.get_spec = lambda manager: CommandModuleSpec("cellnet", [])
 
 
 def _poses_as_another(message: Message, sender: str, named: Sequence[Any]) -> bool:
@@ -559,10 +565,16 @@ def obey_the_server_alone() -> None:
     receive = CoreCell._process_received_msg
 
     def received(of_cell: CoreCell, endpoint: Endpoint, connection: Any, message: Message) -> Any:
-        if of_cell.my_info.is_on_server or is_own(of_cell.my_info.fqcn, endpoint.name):
-            return receive(of_cell, endpoint, connection, message)
-        _LOG.warning(f"refused: a message of {endpoint.name}, which is not the server")
-        return None
+        is_heard = of_cell.my_info.is_on_server or is_own(of_cell.my_info.fqcn, endpoint.name)
+        if not is_heard:
+            _LOG.warning(f"refused: a message of {endpoint.name}, which is not the server")
+            return None
+        named = [message.get_header(key) for key in _CHANNEL_AND_TOPIC]
+        asks = message.get_header(MessageHeaderKey.MSG_TYPE) == MessageType.REQ
+        if asks and net_agent._CHANNEL in named and _OF_NETWORK.isdisjoint(named):
+            _LOG.warning(printable(f"refused: {named} of {endpoint.name}"))
+            return None
+        return receive(of_cell, endpoint, connection, message)
 
     def dispatched(agent: FedAdminAgent, request: Message) -> Message:
         refusal = _administrative_refusal(agent.cell.get_fqcn(), request)
