@@ -25,6 +25,7 @@ from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDeco
 from nvflare.private.fed.client.admin import FedAdminAgent
 from nvflare.private.fed.server.fed_server import FederatedServer
 from nvflare.private.fed.server.server_command_agent import ServerCommandAgent
+from nvflare.private.fed.server.server_engine import ServerEngine
 from nvflare.private.fed.server.server_runner import ServerRunner
 
 from medflare.cli.startup_kit import template
@@ -40,6 +41,7 @@ _CHANGED = {
     NetManager: ("get_spec",),
     FederatedServer: ("_validate_auth_headers",),
     ServerCommandAgent: ("_execute_command", "_aux_communicate"),
+    ServerEngine: ("_handle_aux_message",),
     ServerRunner: ("ABORT_RETURN_CODES",),
     JobLogReceiver: ("_on_chunk_received",),
     ViaDownloaderDecomposer: ("_download_from_remote_cell",),

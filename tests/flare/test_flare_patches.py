@@ -64,6 +64,7 @@ from nvflare.private.fed.client.client_run_manager import ClientRunManager
 from nvflare.private.fed.client.communicator import Communicator
 from nvflare.private.fed.server.fed_server import FederatedServer
 from nvflare.private.fed.server.server_command_agent import ServerCommandAgent
+from nvflare.private.fed.server.server_engine import ServerEngine
 from nvflare.private.fed.server.server_runner import ServerRunner
 from nvflare.private.fed.utils.app_deployer import AppDeployer
 
@@ -355,20 +356,31 @@ def test_a_party_acts_as_what_it_is_and_under_its_own_name(
 
 
 @pytest.mark.parametrize(
-    ("sender", "name"), [("site-2", "site-2"), ("site-2.site-1", "site-2"), ("site-1", "site-1")]
+    ("sender", "name"),
+    [("site-2", "site-2"), ("site-2.site-1", "site-2"), ("site-1", "site-1"), (CONSOLE, LEAD)],
 )
-@pytest.mark.parametrize("handler", ["_execute_command", "_aux_communicate"])
+@pytest.mark.parametrize(
+    ("owner", "handler"),
+    [
+        (ServerCommandAgent, "_execute_command"),
+        (ServerCommandAgent, "_aux_communicate"),
+        (ServerEngine, "_handle_aux_message"),
+    ],
+)
 def test_a_request_is_of_the_party_that_sent_it(
-    handler: str, sender: str, name: str, monkeypatch: pytest.MonkeyPatch
+    owner: Any, handler: str, sender: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FLARE takes the name that the request gives: a site would get another one's model."""
     requests: list[Message] = []
-    monkeypatch.setattr(ServerCommandAgent, "_execute_command", lambda _, r: requests.append(r))
-    monkeypatch.setattr(ServerCommandAgent, "_aux_communicate", lambda _, r: requests.append(r))
+    monkeypatch.setattr(owner, handler, lambda _, r: requests.append(r))
     monkeypatch.setattr(FederatedServer, "_validate_auth_headers", lambda *words: "done")
     limit_other_parties()
-    agent = ServerCommandAgent.__new__(ServerCommandAgent)
-    origin = {MessageHeaderKey.ORIGIN: f"{sender}.{KIT_JOB}", MessageHeaderKey.TOPIC: "get_task"}
+    agent = owner.__new__(owner)
+    origin = {
+        MessageHeaderKey.ORIGIN: f"{sender}.{KIT_JOB}",
+        MessageHeaderKey.TOPIC: "get_task",
+        CellMessageHeaderKeys.CLIENT_NAME: name,
+    }
     asks = Shareable()
     peer = FLContext()
     peer.set_prop(ReservedKey.IDENTITY_NAME, "site-1", private=False)
@@ -382,16 +394,21 @@ def test_a_request_is_of_the_party_that_sent_it(
     assert isinstance(empty, Shareable) and not empty.get_peer_props()
 
 
+def peer_context(name: str) -> FLContext:
+    """The context of a message of a party."""
+    fl_ctx = FLContext()
+    peer = FLContext()
+    peer.set_prop(ReservedKey.IDENTITY_NAME, name, private=False)
+    fl_ctx.set_peer_context(peer)
+    return fl_ctx
+
+
 @pytest.mark.usefixtures("limited")
 def test_the_server_writes_no_log_of_another_party(tmp_path: Path) -> None:
     """FLARE writes DIR/JOB/SITE/FILE, where all three are what the sender says, as .. and msgpack.py."""
     receiver = JobLogReceiver(str(tmp_path))
-    fl_ctx = FLContext()
-    peer = FLContext()
-    peer.set_prop(ReservedKey.IDENTITY_NAME, "site-2", private=False)
-    fl_ctx.set_peer_context(peer)
     stream: dict[str, Any] = {}
-    receiver._on_chunk_received(b"import os", stream, fl_ctx)
+    receiver._on_chunk_received(b"import os", stream, peer_context("site-2"))
     assert not stream and not [*tmp_path.iterdir()]
 
 
@@ -487,19 +504,21 @@ def test_an_uploaded_file_is_bounded_and_does_not_stay(
 
 
 @pytest.mark.usefixtures("surviving")
-def test_few_files_are_uploaded_at_once_and_none_stays(
+def test_a_party_uploads_few_files_at_once_and_none_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FLARE keeps a file whose end never comes."""
+    """FLARE keeps a file whose end never comes; a member would keep all leads from submitting."""
     factory = file_streamer._ChunkConsumerFactory(str(tmp_path))
+    of_member, of_lead = [peer_context(f"{name}@example.org") for name in ("member", "lead")]
     streams: list[dict[str, Any]] = [{} for _ in range(other_parties._UPLOADS)]
-    files = [factory.get_consumer(stream, FLContext()) for stream in streams]
-    with pytest.raises(ValueError, match="uploaded already"):
-        factory.get_consumer({}, FLContext())
-    files[0].finalize(streams[0], FLContext())
-    factory.get_consumer({}, FLContext())
+    files = [factory.get_consumer(stream, of_member) for stream in streams]
+    with pytest.raises(ValueError, match=r"member@example\.org uploads"):
+        factory.get_consumer({}, of_member)
+    factory.get_consumer({}, of_lead)
+    files[0].finalize(streams[0], of_member)
+    factory.get_consumer({}, of_member)
     monkeypatch.setattr(other_parties, "_BEGIN_TIMEOUT", -1.0)
-    factory.get_consumer({}, FLContext())
+    factory.get_consumer({}, of_member)
     assert len([*tmp_path.iterdir()]) == 2, "the finished one, and the last one"
 
 

@@ -85,7 +85,7 @@ _LONGEST = 2**16  # of a list or table: up to 1024 unfinished ones lie in each o
 _COMMAND_CHARACTERS = 2**20  # of a console's command
 _FETCHED = 2  # messages with arrays; a site sends one at a time
 _JOB_BYTES = 2**26  # unpacked, which FLARE holds once for each site
-_UPLOADS = 8  # at once
+_UPLOADS = 4  # of one party at once
 _UPLOAD_BYTES = 2**29  # of a job, packed
 _BEGIN_TIMEOUT = 60.0  # seconds until the first part of a stream is there
 _LONGEST_RETRY = 120.0  # seconds that a finished stream is kept, as its sender may send parts again
@@ -123,10 +123,12 @@ def limit_other_parties() -> None:
     from nvflare.private.fed.server.fed_server import FederatedServer
     from nvflare.private.fed.server.server_command_agent import ServerCommandAgent
     from nvflare.private.fed.server.server_commands import ServerCommands
+    from nvflare.private.fed.server.server_engine import ServerEngine
 
     validate = FederatedServer._validate_auth_headers
     execute = ServerCommandAgent._execute_command
     communicate = ServerCommandAgent._aux_communicate
+    handle = ServerEngine._handle_aux_message
 
     def validated(server: FederatedServer, message: Message) -> Message | None:
         sender = FQCN.get_root(message.get_prop(MessagePropKey.ENDPOINT).name)
@@ -161,6 +163,10 @@ def limit_other_parties() -> None:
         _name_sender(request)
         return communicate(agent, request)
 
+    def handled(engine: ServerEngine, request: Message) -> Message:
+        _name_sender(request)
+        return handle(engine, request)
+
     def received(receiver: JobLogReceiver, data: bytes, stream: Any, fl_ctx: FLContext) -> None:
         sender = fl_ctx.get_peer_context().get_identity_name()
         receiver.logger.warning(f"refused: a log of {sender}")
@@ -168,6 +174,7 @@ def limit_other_parties() -> None:
     FederatedServer._validate_auth_headers = validated
     ServerCommandAgent._execute_command = executed
     ServerCommandAgent._aux_communicate = communicated
+    ServerEngine._handle_aux_message = handled
     JobLogReceiver._on_chunk_received = received
     # Console commands for which FLARE asks no right: memory and settings of any party's processes.
     NetManager.get_spec = lambda manager: CommandModuleSpec("cellnet", [])
@@ -203,6 +210,8 @@ def _poses_as_another(message: Message, sender: str, named: Sequence[Any]) -> bo
 def _name_sender(request: Message) -> None:
     """Write the name of the party that sent a request over the one that the request gives."""
     sender = FQCN.get_root(request.get_header(MessageHeaderKey.ORIGIN))
+    if is_valid_admin_client_name(sender):
+        sender = request.get_header(CellMessageHeaderKeys.CLIENT_NAME) or sender
     if not isinstance(request.payload, Shareable):
         request.payload = Shareable()  # FLARE refuses it
     if sender == FQCN.ROOT_SERVER:
@@ -423,9 +432,12 @@ def bound_files() -> None:
                 last_part.pop(file, None)
                 file.file.close()
                 Path(file.file.name).unlink(missing_ok=True)
-        if len(last_part) >= _UPLOADS:
-            raise ValueError(f"{_UPLOADS} files are uploaded already")
+        peer = fl_ctx.get_peer_context()
+        party = peer.get_identity_name() if peer else ""
+        if [file.party for file in last_part].count(party) >= _UPLOADS:
+            raise ValueError(f"{party} uploads {_UPLOADS} files already")
         file = open_file(factory, stream, fl_ctx)
+        file.party = party
         last_part[file] = time.monotonic()
         return file
 
