@@ -19,7 +19,7 @@ from e2e.simulation import ROOT, edit
 from helpers.small_tasks import small_task
 from medflare.cli.startup_kit import template
 from medflare.data.local import find_private_folder, private_folder
-from medflare.flare.components import JobComponents, _component_paths, _refusal, _texts
+from medflare.flare.job_policy import JobComponents, _component_paths, _refusal, _texts
 from medflare.flare.jobs.building import build_job
 from medflare.flare.recipes import MedflareRecipe
 from medflare.methods.catalogue import SURVEYS, get_method, method_names

@@ -27,8 +27,8 @@ from medflare.evaluation.results import load_results
 from medflare.federation import data_record
 from medflare.federation.settings import ENROL
 from medflare.flare.aggregators import MethodAggregator
-from medflare.flare.components import authorize
 from medflare.flare.controller import MedflareController
+from medflare.flare.job_policy import authorize
 from medflare.flare.participants import ParticipantSpec, load_ahead
 from medflare.methods import catalogue
 

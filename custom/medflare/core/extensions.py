@@ -20,7 +20,7 @@
 
 A task, a job and a model's card are data from other parties. So a name imports code only if this
 process trusts its package: with `packages` in the party's local/medflare.json under FLARE (see
-`flare.components`), otherwise with the environment variable MEDFLARE_PACKAGES. A method that the
+`flare.job_policy`), otherwise with the environment variable MEDFLARE_PACKAGES. A method that the
 user of this process names needs no trust, see `methods.catalogue`.
 """
 

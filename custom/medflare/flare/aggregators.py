@@ -21,7 +21,7 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
 from medflare.core.errors import UpdateError
-from medflare.flare.components import authorize
+from medflare.flare.job_policy import authorize
 from medflare.methods.catalogue import get_method
 
 if TYPE_CHECKING:

@@ -31,7 +31,6 @@ from medflare.core.threads import limit_spinning
 from medflare.data.local import FOLDER
 from medflare.federation.settings import RUN_SETTINGS, RunSettings, run_settings
 from medflare.flare.aggregators import MethodAggregator
-from medflare.flare.components import authorize, settings_of, task_content
 from medflare.flare.flare_patches import (
     connect_sites_by_files,
     end_soon,
@@ -40,6 +39,7 @@ from medflare.flare.flare_patches import (
     share_cleanup_thread,
     survive_resends,
 )
+from medflare.flare.job_policy import authorize, settings_of, task_content
 from medflare.flare.liveness import ALIVE, LONG_POLL, WORK
 from medflare.flare.names import NO_TABLE, TASK_FILE
 from medflare.flare.participants import checked_job_id

@@ -31,8 +31,8 @@ from medflare.core.errors import ERRORS, Aborted, MedflareError
 from medflare.core.files import appending, write_json
 from medflare.core.text import JsonDict, read_json
 from medflare.data.local import LOCAL_FILE, PROGRESS, find_private_folder, private_folder
-from medflare.flare.components import authorize, refuse_result_filters, task_content
 from medflare.flare.flare_patches import share_cleanup_thread
+from medflare.flare.job_policy import authorize, refuse_result_filters, task_content
 from medflare.flare.liveness import Heartbeat, wait_for_work
 from medflare.flare.messages import (
     UNABLE,

@@ -58,7 +58,7 @@ def parse_json_only() -> None:
     """
     for refused in (ConfigFormat.PYHOCON, ConfigFormat.OMEGACONF):
         ConfigFactory._fmt2Loader[refused] = _RefusedFormat(refused)
-    # FLARE's own validator only looks whether the file is there, which `components.JobComponents`
+    # FLARE's own validator only looks whether the file is there, which `job_policy.JobComponents`
     # does as well.
     default_app_validator._config_exists = lambda *args, **kwargs: ""
 

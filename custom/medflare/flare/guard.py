@@ -25,7 +25,7 @@ from medflare.core.errors import ConfigError, MedflareError, UpdateError
 from medflare.core.files import appending, csv_text
 from medflare.core.text import Json, JsonDict, reason_line, shown
 from medflare.data.local import OUTBOUND, OutboundLimits, local_settings, read_local
-from medflare.flare.components import refuse_result_filters
+from medflare.flare.job_policy import refuse_result_filters
 from medflare.flare.messages import (
     DISK_FULL,
     UNABLE,

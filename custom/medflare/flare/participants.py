@@ -20,7 +20,7 @@ from medflare.core.errors import ConfigError, MedflareError
 from medflare.core.text import Json
 from medflare.data.local import CACHE, FOLDER, PLACE, local_settings, read_local
 from medflare.federation.settings import STATE
-from medflare.flare.components import foreign_method_module
+from medflare.flare.job_policy import foreign_method_module
 
 if TYPE_CHECKING:
     from medflare.federation.participant import Participant
