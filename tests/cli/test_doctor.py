@@ -11,7 +11,7 @@ from cli.fake_kits import Root, free_port, make_kit
 from helpers.fixture_types import SiteOf, TaskOf
 from medflare.cli.doctor import CheckResult, examine
 from medflare.cli.startup_kit import Kit, KitSettings, set_up, template
-from medflare.data.loading import DATA_ROOT_VARIABLE
+from medflare.data.local import DATA_ROOT_VARIABLE
 from medflare.tasks.config import TaskConfig
 
 

@@ -11,13 +11,8 @@ from PIL import Image
 from helpers.fixture_types import Edit, SiteOf, TaskOf
 from medflare.core.errors import DataError
 from medflare.data import decoding
-from medflare.data.loading import (
-    DATA_ROOT_VARIABLE,
-    Split,
-    joined,
-    load_site_data,
-    resolve_data_root,
-)
+from medflare.data.loading import Split, joined, load_site_data, resolve_data_root
+from medflare.data.local import DATA_ROOT_VARIABLE
 from medflare.data.targets import class_counts
 from medflare.tasks.config import load_task
 

@@ -6,8 +6,12 @@ import pytest
 from helpers.fixture_types import SiteOf, TaskOf
 from helpers.forked_trial import fork_trials
 from medflare.core.errors import ConfigError, DataError
-from medflare.data.loading import DATA_ROOT_VARIABLE
-from medflare.data.local import DATA_FOLDERS_VARIABLE, LocalSettings, local_settings
+from medflare.data.local import (
+    DATA_FOLDERS_VARIABLE,
+    DATA_ROOT_VARIABLE,
+    LocalSettings,
+    local_settings,
+)
 from medflare.tasks.config import load_task
 from medflare.training.opening import open_site
 

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from medflare.core.errors import ConfigError
 from medflare.core.settings import check_site_name, unknown
 from medflare.core.text import Json, JsonDict, read_json
+from medflare.data.local import DATA_ROOT_VARIABLE, DEVICE_VARIABLE
 
 if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
@@ -335,7 +336,6 @@ def default_sites(data_root: Path | None) -> list[str]:
     Without a data root, four sites with embedded images.
     """
     from medflare.data.datalist import site_folders, site_name
-    from medflare.data.loading import DATA_ROOT_VARIABLE
 
     root = data_root or os.environ.get(DATA_ROOT_VARIABLE)
     if not root:
@@ -360,8 +360,6 @@ def environment(
     None leaves a variable as it is. They reach the parties of every engine: FLARE's simulator
     starts a process for each. ConfigError: this machine has no such device.
     """
-    from medflare.data.loading import DATA_ROOT_VARIABLE
-    from medflare.data.local import DEVICE_VARIABLE
     from medflare.networks.weights import WEIGHTS_VARIABLE
 
     values = {}

@@ -22,8 +22,8 @@ from cryptography.x509 import Certificate, load_pem_x509_certificate
 from medflare.core.errors import ConfigError
 from medflare.core.files import make_folder, refuse_link, refuse_links, write_json
 from medflare.core.text import JsonDict, read_json
+from medflare.data.local import LOCAL_FILE, local_settings
 
-LOCAL_FILE = "medflare.json"  # as in data/local.py, whose import takes a second
 VALIDATOR = "app_validator"  # FLARE's name: the component that inspects a job on arrival
 PREFIX = "medflare."
 # Raised when FLARE's JSON has another structure.
@@ -384,8 +384,6 @@ def template(kind: str, name: str) -> JsonDict:
 
 
 def _local_settings(kit: Kit, settings: KitSettings, content: JsonDict | None) -> JsonDict | None:
-    from medflare.data.local import local_settings
-
     if content is None and kit.kind == "server":
         if settings.packages is None:
             return None

@@ -35,7 +35,7 @@ from medflare.data.decoding import (
     decoded_rows,
     decoded_when_used,
 )
-from medflare.data.local import CacheSettings, ImageBounds
+from medflare.data.local import DATA_ROOT_VARIABLE, CacheSettings, ImageBounds
 from medflare.data.targets import (
     LazyTensors,
     annotation_of,
@@ -47,7 +47,6 @@ from medflare.tasks.annotation import Annotation
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images, Spacing
 
-DATA_ROOT_VARIABLE = "MEDFLARE_DATA_ROOT"
 NOT_LISTED = "label_values lists no label for them"
 
 

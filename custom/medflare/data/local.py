@@ -40,6 +40,7 @@ PROGRESS = "status.json"  # in the same folder: the current step or the last one
 _CACHE_VARIABLE = "MEDFLARE_CACHE"
 _POD_VARIABLE = "NVFL_WORKSPACE_OWNER_FQCN"  # set by FLARE in a job's pod in Kubernetes
 DEVICE_VARIABLE = "MEDFLARE_DEVICE"
+DATA_ROOT_VARIABLE = "MEDFLARE_DATA_ROOT"
 DATA_FOLDERS_VARIABLE = "MEDFLARE_DATA_FOLDERS"  # separated as in PATH
 
 

@@ -7,7 +7,7 @@ Example:
         assert [check for check in check_method(METHOD) if check.problem] == []
 """
 
-from medflare.testing.kit import (
+from medflare.testing.kit import (  # noqa: F401
     OUTSIDE,
     SITES,
     TASK,
@@ -18,15 +18,3 @@ from medflare.testing.kit import (
     final_models,
     in_pieces,
 )
-
-__all__ = [
-    "OUTSIDE",
-    "SITES",
-    "TASK",
-    "Check",
-    "Failed",
-    "Killed",
-    "check_method",
-    "final_models",
-    "in_pieces",
-]

@@ -54,8 +54,6 @@ OUTSIDE = "z"
 _LONG = 20  # rounds, in which every phase of a method has a turn
 _RECORDED = "_recorded"  # the end of the name of a method that is recorded
 
-Results = JsonDict
-
 
 @dataclass(frozen=True)
 class Check:
@@ -244,7 +242,7 @@ class _Kit:
     def outside(self) -> list[str]:
         return [OUTSIDE] if self.method.outside else []
 
-    def run(self, name: str, method: Method | None = None, **options: Any) -> Results:
+    def run(self, name: str, method: Method | None = None, **options: Any) -> JsonDict:
         """Results of a completed run of two rounds in the folder `name`."""
         settings: JsonDict = {
             "sites": SITES,
@@ -393,7 +391,7 @@ def _with_other_tests(task: TaskConfig, name: str, role: str) -> Site:
     return site
 
 
-def _completed(results: Results) -> Results:
+def _completed(results: JsonDict) -> JsonDict:
     if results["status"] != COMPLETED:
         raise Failed(f"the run ended {results['status']}: {results['reason']}")
     return results
@@ -439,7 +437,7 @@ def _recorded(method: Method, record: _Record) -> Method:
     return replace(method, name=name, site=Recorded, server=RecordedServer)
 
 
-def in_pieces(begin: Callable[..., Results], resume: Callable[..., Results]) -> Results:
+def in_pieces(begin: Callable[..., JsonDict], resume: Callable[..., JsonDict]) -> JsonDict:
     """Results of a run that is killed within every step but the first.
 
     Args:
