@@ -9,7 +9,7 @@ from typing_extensions import Required, TypedDict
 
 from medflare.adaptation.labelshift import CLASS_SHARES
 from medflare.core.events import SENT_BY_SITES
-from medflare.core.phases import Phase
+from medflare.core.phases import Items, Phase
 from medflare.core.specs import MetaSpec, TensorSpec, by_model, count, listing, number, table, text
 from medflare.core.text import LONGEST_REASON, JsonDict, shown
 from medflare.data.acquisition import TRAINED_ON, check_range
@@ -114,15 +114,15 @@ COMBINED = MetaSpec[int](
     optional=True,
 )
 FINISHED = MetaSpec[int]("finished", "steps that were done before", count(), optional=True)
-INVITATION_META = (
+INVITATION_META: Items = (
     ROLE,
     SITES,
     COMBINED,
     FINISHED,
-    MetaSpec[str]("method", "name of the method", text(), optional=True),
-    MetaSpec[JsonDict]("hyper", "all hyper-parameters", table(), optional=True),
-    MetaSpec[str]("task", "hash of the task", text(), optional=True),
-    MetaSpec[float]("seed", "of the run", number(), optional=True),
+    MetaSpec("method", "name of the method", text(), optional=True),
+    MetaSpec("hyper", "all hyper-parameters", table(), optional=True),
+    MetaSpec("task", "hash of the task", text(), optional=True),
+    MetaSpec("seed", "of the run", number(), optional=True),
 )
 COUNTS = MetaSpec[dict[str, int]]("n", "images by split", _Counts)
 CLASS_COUNTS = MetaSpec[list[int]](
@@ -151,15 +151,15 @@ CONSTANT = MetaSpec[float | None](
 PRIVACY_COST = MetaSpec[JsonDict](
     "privacy", "privacy cost of the run for the site's patients", PrivacyCost
 )
-FINAL_REPLY_META = (
+FINAL_REPLY_META: Items = (
     METRICS,
-    MetaSpec[JsonDict](
+    MetaSpec(
         "by_label",
         "model -> structure or class -> metric -> value on test images",
         by_model(table(_Metrics, MOST_LABELS), 1000),
         "test",
     ),
-    MetaSpec[JsonDict](
+    MetaSpec(
         "intervals",
         "model -> structure, class or all -> metric -> 95 % interval over test patients",
         by_model(table(_Intervals, MOST_LABELS + 1), 1000),
@@ -167,10 +167,8 @@ FINAL_REPLY_META = (
     ),
     CONSTANT,
     COUNTS,
-    MetaSpec[JsonDict](
-        "reports", "what models report of their predictions", by_model(table(), 1000), "test"
-    ),
-    MetaSpec[JsonDict](
+    MetaSpec("reports", "what models report of their predictions", by_model(table(), 1000), "test"),
+    MetaSpec(
         "classes",
         "model -> confusion counts and ROC curves of test images",
         by_model(_Classes, 1000),

@@ -287,19 +287,26 @@ class Federation:
             failed |= validated.rejected.keys()
         return validated
 
+    def _replies(
+        self, step: Step, outgoing: Messages, context: str = ""
+    ) -> tuple[dict[str, Message], dict[str, str]]:
+        """Site -> its reply, and site -> why there is none, which becomes an event."""
+        replies = {}
+        problems = {}
+        for site, reply in self._transport.ask(step, outgoing).items():
+            if reply.message is None:
+                problems[site] = reply.problem
+                self.events.add(reply.kind, context + reply.problem, site, step.round)
+            else:
+                replies[site] = reply.message
+        return replies, problems
+
     def _validated_replies(self, step: Step, outgoing: Messages) -> Validated:
         """The validated replies, and site -> reason for every other site.
 
         Each reason becomes an event.
         """
-        replies = {}
-        rejected = {}
-        for site, reply in self._transport.ask(step, outgoing).items():
-            if reply.message is None:
-                rejected[site] = reply.problem
-                self.events.add(reply.kind, reply.problem, site, step.round)
-            else:
-                replies[site] = reply.message
+        replies, rejected = self._replies(step, outgoing)
         validated = validate_replies(
             self._context,
             step,
@@ -339,20 +346,15 @@ class Federation:
         """
         step = Step(FINALIZE, self._context.rounds)
         enrolment.invite(step.round)
+        outgoing = self._final_requests(index, step)
+        replies, problems = self._replies(step, outgoing, "final models not evaluated: ")
         shared = {}
-        problems = {}
-        for site, reply in self._transport.ask(step, self._final_requests(index, step)).items():
-            if reply.message is None:
-                problems[site] = reply.problem
-                self.events.add(
-                    reply.kind, f"final models not evaluated: {reply.problem}", site, step.round
-                )
-                continue
-            meta = dict(reply.message.meta)
+        for site, reply in replies.items():
+            meta = dict(reply.meta)
             self.events.extend(meta.pop(EVENTS.name, []), site)
             self.outcome.final_metadata[site] = meta
-            if reply.message.states and self._is_shared(site, step, reply.message):
-                shared[site] = reply.message[PERSONAL_MODEL]
+            if reply.states and self._is_shared(site, step, reply):
+                shared[site] = reply[PERSONAL_MODEL]
         if not self.outcome.final_metadata:
             first = dict(list(problems.items())[:1])
             raise FederationFailed(f"no site evaluated the final models ({join_problems(first)})")
@@ -400,13 +402,10 @@ class Federation:
         for site in sorted(self.outcome.final_metadata):
             outgoing[site] = with_step_number(request, index, step.round)
         self.outcome.cross_site = {owner: {} for owner in shared}
-        for site, reply in self._transport.ask(step, outgoing).items():
-            if reply.message is None:
-                text = f"personal models of other sites not tested: {reply.problem}"
-                self.events.add(reply.kind, text, site, step.round)
-                continue
+        replies, _ = self._replies(step, outgoing, "personal models of other sites not tested: ")
+        for site, reply in replies.items():
             for owner in shared:
-                self.outcome.cross_site[owner][site] = reply.message[TESTED].get(owner)
+                self.outcome.cross_site[owner][site] = reply[TESTED].get(owner)
 
     def _note_few_validation_images(self) -> None:
         """An event for every model whose round was chosen on few validation images.
