@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from medflare.core.errors import ConfigError
+from medflare.core.hyper import Described, described
 
 if TYPE_CHECKING:
-    from medflare.core.hyper import Described
     from medflare.core.phases import Phase
     from medflare.methods.method import Method
 
@@ -142,8 +142,6 @@ def method_listing(method: "Method", width: int = _WIDE) -> str:
 
     The site algorithm's hyper-parameters come first, then the server's.
     """
-    from medflare.core.hyper import described
-
     algorithms = {algorithm: described(owner) for algorithm, owner in method.hyper_classes.items()}
     lines = [f"{method.name}: {method.title}", f"  {method.paper}"]
     models = ", ".join(method.roles)
@@ -183,7 +181,7 @@ def _exchange(phase: "Phase") -> list[str]:
     return [f"    {phase.name}: {text}", *purposes]
 
 
-def _entry(name: str, about: "Described") -> list[str]:
+def _entry(name: str, about: Described) -> list[str]:
     """Name, default, symbol, source and the allowed values of a hyper-parameter; then its meaning.
 
     Allowed values are shown if not any value of its type is allowed.
