@@ -38,7 +38,7 @@ from medflare.inference.deployed import KEPT, save_model
 from medflare.methods.base import SiteAlgorithm
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedavg.site import SELECTED_ROUND
-from medflare.methods.method import MODEL_ROLES, Method
+from medflare.methods.method import FINAL_MODELS, Method
 from medflare.tasks.classes import most_wrong
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.summaries import ALL, Interval, Summary, summarize
@@ -66,14 +66,14 @@ class SiteFolder:
     seed: int
     summaries: dict[str, Summary] = field(default_factory=dict)
 
-    def store(self, role: str, model: Message, summary: Summary) -> None:
-        """Write a final model and its card into a folder of the role's name, and its scores."""
-        if not all(is_name(part) for part in role.split("/")):
-            raise StateError(f"model {role!r} would lie outside of the site's folder")
+    def store(self, model_name: str, model: Message, summary: Summary) -> None:
+        """Write a final model and its card into a folder of its name, and its scores."""
+        if not all(is_name(part) for part in model_name.split("/")):
+            raise StateError(f"model {model_name!r} would lie outside of the site's folder")
         card = {
             "method": self.method.name,
             "site": self.site,
-            "role": role,
+            "role": model_name,
             "seed": self.seed,
             "metrics": dict(summary.metrics),
             "round": model.get(SELECTED_ROUND),
@@ -81,9 +81,9 @@ class SiteFolder:
         for name in (KEPT, TRAINED_ON):
             if name in model.meta:
                 card[name] = model.meta[name]
-        save_model(self.folder / role, self.task, model, card)
-        write_json(self.folder / SCORES_FOLDER / f"{role}.json", summary.cases.to_dict())
-        self.summaries[role] = summary
+        save_model(self.folder / model_name, self.task, model, card)
+        write_json(self.folder / SCORES_FOLDER / f"{model_name}.json", summary.cases.to_dict())
+        self.summaries[model_name] = summary
 
     def finish(
         self,
@@ -185,19 +185,19 @@ def evaluate_final_models(
     """Build the final models, evaluate them on the site's test images and pass them to `store`.
 
     Args:
-        models: role -> final model, of `MODEL_ROLES` and others to compare; equal objects are
+        models: name -> final model, of `FINAL_MODELS` and others to compare; equal objects are
             evaluated once.
-        store: (role, model, test results) -> stores them; scores by patient are not metadata: they
+        store: (name, model, test results) -> stores them; scores by patient are not metadata: they
             do not leave the site.
         inside: whether the site trained.
         private: whether DP-SGD protects training images; then the constant prediction is not
             theirs.
 
     Returns:
-        Metadata: "metrics" (role -> metric -> value; None for all metrics of a missing role),
-            "reports" (role -> what the model reports, and under `KEPT` which of the site's models
-            it is), "n", "events"; for classification "classes" (role -> `class_report`); of
-            `MODEL_ROLES` "by_label" and "intervals", see `Summary`; "constant", the task's metric
+        Metadata: "metrics" (model -> metric -> value; None for all metrics of a missing one),
+            "reports" (model -> what the model reports, and under `KEPT` which of the site's models
+            it is), "n", "events"; for classification "classes" (model -> `class_report`); of
+            `FINAL_MODELS` "by_label" and "intervals", see `Summary`; "constant", the task's metric
             of the constant prediction.
     """
     log = EventLog()
@@ -205,51 +205,51 @@ def evaluate_final_models(
     metrics: dict[str, Metrics] = {}
     reports: dict[str, JsonDict] = {}
     meta = {"metrics": metrics, "n": counts_of_splits(site), "reports": reports}
-    tables: dict[str, JsonDict] = defaultdict(dict)  # item of metadata -> role -> content
+    tables: dict[str, JsonDict] = defaultdict(dict)  # item of metadata -> model -> content
     measured: dict[int, tuple[Summary, tuple[str, ...]]] = {}
     # A smaller count may be of fewer patients.
     least_images = minimum_patients * most_images(site.data.test.patients)
-    for role in dict.fromkeys([*MODEL_ROLES, *models]) if method.roles else ():
-        if role not in models:
-            metrics[role] = dict.fromkeys(site.task.test_metrics)
-            log.add("undefined", f"{role}: {_why_missing(role, method, inside)}")
+    for model_name in dict.fromkeys([*FINAL_MODELS, *models]) if method.roles else ():
+        if model_name not in models:
+            metrics[model_name] = dict.fromkeys(site.task.test_metrics)
+            log.add("undefined", f"{model_name}: {_why_missing(model_name, method, inside)}")
             continue
-        model = models[role]
+        model = models[model_name]
         if id(model) not in measured:
             module = build_deployed(site.task, model).to(site.device)
-            measured[id(model)] = _test_summary(site, module, role, log)
-            report = _report(module, model, role, least_images, log)
+            measured[id(model)] = _test_summary(site, module, model_name, log)
+            report = _report(module, model, model_name, least_images, log)
             if report is not None:
-                reports[role] = report
+                reports[model_name] = report
         summary, outputs = measured[id(model)]
-        store(role, model, summary)
-        metrics[role] = _of_enough_patients(summary, role, minimum_patients, log)
+        store(model_name, model, summary)
+        metrics[model_name] = _of_enough_patients(summary, model_name, minimum_patients, log)
         small = has_small_class(summary.cases, site.task, minimum_patients)
         if not small:
             content = dict(summary.classes)
             if content and has_small_cell(summary.cases, site.task, minimum_patients):
                 content["confusion"] = []
-            tables["classes"][role] = content
-            if role in MODEL_ROLES:
-                tables["by_label"][role] = summary.by_label
+            tables["classes"][model_name] = content
+            if model_name in FINAL_MODELS:
+                tables["by_label"][model_name] = summary.by_label
                 # As JSON has them.
-                tables["intervals"][role] = json.loads(json.dumps(summary.intervals))
-        if role == "deployed":
+                tables["intervals"][model_name] = json.loads(json.dumps(summary.intervals))
+        if model_name == "deployed":
             constant = constant_value(site, of_training=not private)
             interval = None if small else summary.intervals.get(ALL, {}).get(site.task.metric)
-            _doubt(site, metrics[role], outputs, constant, interval, log, named=not small)
+            _doubt(site, metrics[model_name], outputs, constant, interval, log, named=not small)
             if not small:
                 meta["constant"] = constant
     meta["events"] = log.to_list()
-    for name, by_role in tables.items():
-        defined = {role: content for role, content in by_role.items() if content}
+    for name, by_model in tables.items():
+        defined = {model_name: content for model_name, content in by_model.items() if content}
         if defined:
             meta[name] = defined
     return meta
 
 
 def _report(
-    module: nn.Module, model: Message, role: str, least_images: int, log: EventLog
+    module: nn.Module, model: Message, model_name: str, least_images: int, log: EventLog
 ) -> JsonDict | None:
     """What a model reports of its predictions, for example how often each member answered.
 
@@ -263,14 +263,14 @@ def _report(
         if getattr(module, "counts_images", True) and small_report(report, least_images):
             log.add(
                 "warning",
-                f"{role}: no report leaves the site: "
+                f"{model_name}: no report leaves the site: "
                 "a count in it is of fewer patients than minimum_patients",
             )
             report = {}
     if KEPT in model.meta:
         report = {**(report or {}), KEPT: model.meta[KEPT]["model"]}
     for line in getattr(module, "notices", list)():
-        log.add("reverted", f"{role}: {line}")
+        log.add("reverted", f"{model_name}: {line}")
     return report
 
 
@@ -286,12 +286,12 @@ def metric_of(model: Message, site: Site) -> float | None:
     return finite_or_none(scores.values[metric])
 
 
-def _why_missing(role: str, method: Method, inside: bool) -> str:
-    if role not in method.roles:
-        return f"method {method.name} has no {role} model"
-    if not inside and role == "personal":
+def _why_missing(model_name: str, method: Method, inside: bool) -> str:
+    if model_name not in method.roles:
+        return f"method {method.name} has no {model_name} model"
+    if not inside and model_name == "personal":
         return "a site that did not train has no personal model"
-    return f"method {method.name} made no {role} model for this site"
+    return f"method {method.name} made no {model_name} model for this site"
 
 
 def examples(site: Site, models: Messages, summaries: Mapping[str, Summary]) -> dict[str, bytes]:
@@ -348,31 +348,31 @@ def _doubt(
     log.add("at_chance", f"{text} {format_metric(metric, constant)}" if named else text)
 
 
-def _of_enough_patients(summary: Summary, role: str, minimum: int, log: EventLog) -> Metrics:
+def _of_enough_patients(summary: Summary, model_name: str, minimum: int, log: EventLog) -> Metrics:
     """The metrics of a summary; None for those that are defined for too few patients."""
     metrics = dict(summary.metrics)
     for name in metrics:
         if summary.cases.has_few(name, minimum):
             metrics[name] = None
-            log.add("undefined", f"{role} {name}: too few patients")
+            log.add("undefined", f"{model_name} {name}: too few patients")
     return metrics
 
 
 def _test_summary(
-    site: Site, module: nn.Module, role: str, log: EventLog
+    site: Site, module: nn.Module, model_name: str, log: EventLog
 ) -> tuple[Summary, tuple[str, ...]]:
     """A model on the site's test images, and its constant outputs."""
     measured = site.measure(site.predictions(module, "test"), "test", site.task.test_metrics)
     scores = measured.scores(site.data.test.patients)
     for metric, reason in scores.undefined.items():
-        log.add("undefined", f"{role} {metric}: {reason}")
+        log.add("undefined", f"{model_name} {metric}: {reason}")
     distance = "hd95" if site.task.spatial_dims == 2 else "hd95_mm"
     for metric, count in (("dice and iou", scores.left_out), (distance, scores.hd95_left_out)):
         if count:
             number = "some" if site.minimum_patients > 1 else count
             log.add(
                 "undefined",
-                f"{role} {metric}: undefined for {number} patients and structures, "
+                f"{model_name} {metric}: undefined for {number} patients and structures, "
                 "left out of the means",
             )
     metrics = {metric: finite_or_none(value) for metric, value in scores.values.items()}

@@ -116,7 +116,7 @@ class Participant:
         hyper: the method's hyper-parameters, see `core.hyper.split_hyper`.
         store: where the algorithm's memory is stored after every step; by default in this process.
         folder: of what stays at the site; None: nothing is stored.
-        on_final_model: called with the role, a final model and its test scores by patient.
+        on_final_model: called with the name of a final model, the model and its scores by patient.
         budget: the site's privacy budget over all runs; None: no limit.
         local: the site's settings.
         hours: limit of the site's work on the run; None: no limit.
@@ -132,7 +132,7 @@ class Participant:
     _: KW_ONLY
     store: Store = field(default_factory=MemoryStore)
     folder: SiteFolder | None = None
-    on_final_model: Callable[[str, Message, Cases], None] = lambda role, model, cases: None
+    on_final_model: Callable[[str, Message, Cases], None] = lambda name, model, cases: None
     budget: Budget | None = None
     local: LocalSettings = LocalSettings()
     hours: float | None = None
@@ -475,10 +475,10 @@ class Participant:
             reply[PRIVACY_COST] = cost
         return reply
 
-    def _store(self, role: str, model: Message, summary: Summary) -> None:
-        self.on_final_model(role, model, summary.cases)
+    def _store(self, name: str, model: Message, summary: Summary) -> None:
+        self.on_final_model(name, model, summary.cases)
         if self.folder is not None:
-            self.folder.store(role, model, summary)
+            self.folder.store(name, model, summary)
 
     def _unshared(self, personal: Message) -> str | None:
         """Why the personal model does not leave the site; None if it does."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Builder: TypeAlias = "Callable[[TaskConfig, Message], nn.Module]"
 # The final models of a site, as results name them.
-MODEL_ROLES = ("global", "personal", "deployed")
+FINAL_MODELS = ("global", "personal", "deployed")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Method:
             "plain" needs none.
         trains: False for a method that only queries the sites: no rounds of training, no new
             models.
-        roles: final models of an inside site, of `MODEL_ROLES`; () for none.
+        roles: final models of an inside site, of `FINAL_MODELS`; () for none.
         outside: whether outside sites get a model; if not, a run with outside sites is refused.
         family: of methods that share their mechanism; "" for a paper's own room.
         stays: what a site keeps for itself from round to round, in a few words; "": nothing.
@@ -50,7 +50,7 @@ class Method:
     server: "str | type[ServerAlgorithm]"
     models: "Mapping[str, str | Builder]" = field(default_factory=dict)
     trains: bool = True
-    roles: tuple[str, ...] = MODEL_ROLES
+    roles: tuple[str, ...] = FINAL_MODELS
     outside: bool = True
     family: str = ""
     stays: str = ""
@@ -212,8 +212,8 @@ class Method:
         return Plan(task, sites, *self.built(values))
 
     def role_problem(self, models: Iterable[str]) -> str | None:
-        """Which of the final models has no role of the method, in words, or None."""
-        undeclared = [role for role in models if role not in self.roles]
+        """Which of the final models is none of `roles`, in words, or None."""
+        undeclared = [name for name in models if name not in self.roles]
         if not undeclared:
             return None
         declared = ", ".join(self.roles) or "none"

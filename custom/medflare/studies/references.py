@@ -112,15 +112,15 @@ def recorded_run(
 ) -> JsonDict:
     """The results of `run_local` with `CURVES` and `SCORES`.
 
-    `models` receives site -> role -> final model; `options`: further arguments of `run_local`, and
+    `models` receives site -> name -> final model; `options`: further arguments of `run_local`, and
     hyper-parameters.
     """
     setting = draw.setting
     scores: dict[str, dict[str, Json]] = {}
 
-    def delivered(site: str, role: str, model: Message, cases: Cases) -> None:
-        scores.setdefault(site, {})[role] = cases.to_dict()
-        final.setdefault(site, {})[role] = model
+    def delivered(site: str, name: str, model: Message, cases: Cases) -> None:
+        scores.setdefault(site, {})[name] = cases.to_dict()
+        final.setdefault(site, {})[name] = model
 
     final = {} if models is None else models
     opened = cache(draw.open)

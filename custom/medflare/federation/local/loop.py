@@ -36,7 +36,7 @@ from medflare.training.computing import usable_device
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
-# (site, role, final model, its test scores by patient)
+# (site, name of a final model, the model, its test scores by patient)
 Delivered = Callable[[str, str, Message, Cases], None]
 
 
@@ -64,7 +64,7 @@ def run_local(
     progress: bool | None = None,
     say: Say | None = None,
     observe: Callable[[StepReport], None] = lambda report: None,
-    delivered: Delivered = lambda site, role, model, cases: None,
+    delivered: Delivered = lambda site, name, model, cases: None,
     **options: Any,
 ) -> RunResults:
     """Run a federation on this machine and return its results.

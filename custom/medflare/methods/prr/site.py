@@ -137,7 +137,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         super().__init__(site, plan)
         self.part = local_part(plan)
         self.width = feature_width(site.task) if self.hyper.refines else 0
-        self.best = {role: Best(self.memory, role) for role in ("global", "personal")}
+        self.best = {name: Best(self.memory, name) for name in ("global", "personal")}
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: PRRSiteHyper, server_hyper: Any) -> None:
@@ -278,7 +278,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
     ) -> dict[str, float | None]:
         """Validation metrics of both models at the start of the round.
 
-        The site keeps the best model of each role.
+        The site keeps the best state of each.
         """
         values = self._validation(personal, deputy)
         self.best["global"].propose(values["global"], round, deputy.state_dict())
@@ -293,7 +293,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
             last["personal"] = self.personal
         rule = self.plan.server_hyper.selection
         best = self.best.items()
-        return {role: trained_model(*saved.chosen(rule, last[role])) for role, saved in best}
+        return {name: trained_model(*saved.chosen(rule, last[name])) for name, saved in best}
 
     @phase(request=(DEPUTY, MODEL))  # an outside site's model is whole
     def finalize(self, incoming: Message) -> FinalModels:
@@ -308,10 +308,10 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         if not self.hyper.det:
             return {**models, "deployed": models["personal"]}
         metrics = {
-            role: self.validation(self.network(role, model[MODEL]))
-            for role, model in models.items()
+            name: self.validation(self.network(name, model[MODEL]))
+            for name, model in models.items()
         }
-        role = better_model(metrics["personal"], metrics["global"])
-        choice = {"keep": "best", "model": role, "validation": metrics}
-        deployed = Message(models[role].states, {**models[role].meta, KEPT: choice})
+        better = better_model(metrics["personal"], metrics["global"])
+        choice = {"keep": "best", "model": better, "validation": metrics}
+        deployed = Message(models[better].states, {**models[better].meta, KEPT: choice})
         return {**models, "deployed": deployed}
