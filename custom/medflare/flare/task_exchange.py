@@ -266,10 +266,8 @@ class TaskExchange:
                 for site, site_task in pending.items():
                     if self._gone(site, site_task, busy):
                         self._lost.add(site)
-                        missing[site] = SiteReply(
-                            problem=f"no sign of life in {_name(step)}; going on without the site",
-                            kind="missing",
-                        )
+                        problem = f"no sign of life in {_name(step)}; going on without the site"
+                        missing[site] = SiteReply(None, problem, "missing")
                     elif site_task.fetched is not None:
                         at_work = True
                 if at_work:
@@ -303,17 +301,17 @@ def read_reply(shareable: Shareable) -> SiteReply:
     try:
         problem = error_of(shareable)
         if problem is not None:
-            return SiteReply(problem=problem, kind="failed")
+            return SiteReply(None, problem)
         return SiteReply(to_message(shareable))
     except MemoryError:
         raise
     except UpdateError as error:
-        return SiteReply(problem=str(error), kind="rejected")
+        return SiteReply(None, str(error), "rejected")
     except Exception as error:
         # FLARE carries whatever a filter or an attacker puts into a reply; it must cost this site's
         # update only.
         problem = f"its reply cannot be read ({type(error).__name__}: {error})"
-        return SiteReply(problem=problem, kind="rejected")
+        return SiteReply(None, problem, "rejected")
 
 
 def _read(site_task: _SiteTask) -> SiteReply:
@@ -322,7 +320,7 @@ def _read(site_task: _SiteTask) -> SiteReply:
         shareable = site_task.shareable
         site_task.shareable = None
         site_task.reply = replace(read_reply(shareable), seconds=site_task.seconds)
-    return site_task.reply or SiteReply(problem="no reply", kind="missing")
+    return site_task.reply or SiteReply(None, "no reply", "missing")
 
 
 def _late_replies(step: Step, pending: Mapping[str, _SiteTask], timeout: float) -> SiteReplies:
@@ -331,7 +329,7 @@ def _late_replies(step: Step, pending: Mapping[str, _SiteTask], timeout: float) 
     for site, site_task in pending.items():
         state = "had not fetched its task" if site_task.fetched is None else "was still at work"
         problem = f"{_name(step)} was closed after {timeout:g} s; the site {state}"
-        replies[site] = SiteReply(problem=problem, kind="late")
+        replies[site] = SiteReply(None, problem, "late")
     return replies
 
 
