@@ -82,7 +82,7 @@ def test_colours_of_the_channels_or_of_the_file(tmp_path: Path) -> None:
 
 
 def ranged(images: list[Acquisition], minimum: int = 0) -> TrainedOn:
-    actual = range_of(images, len(images), minimum)
+    actual = range_of({str(number): [image] for number, image in enumerate(images)}, minimum)
     assert actual is not None
     return actual
 
@@ -96,7 +96,16 @@ def test_a_range_has_percentiles_and_none_below_the_minimum_of_patients() -> Non
         and whole.extent == ((40, 40, 30), (40, 40, 30))
     )
     assert ranged(images, minimum=5).medians == ((10.0,), (90.0,))
-    assert range_of([WITHIN] * 4, 4, minimum=5) is None and range_of([], 0) is None
+    assert range_of({name: [WITHIN] for name in "abcd"}, minimum=5) is None and range_of({}) is None
+
+
+def test_a_patient_of_many_images_decides_as_much_as_another() -> None:
+    images = {str(patient): [WITHIN] for patient in range(29)}
+    images["many"] = [WITHIN._replace(medians=(250.0,), sides=(9.0, 9.0, 9.0))] * 900
+    actual = range_of(images)
+    assert actual is not None and actual.images == 929
+    assert actual.medians == (WITHIN.medians, WITHIN.medians)
+    assert actual.sides == (WITHIN.sides, WITHIN.sides)
 
 
 def test_colours_of_a_few_images_are_not_in_the_range() -> None:
@@ -148,6 +157,21 @@ def test_the_range_of_several_sites_is_the_widest() -> None:
         and joined_range([RANGE]) == RANGE
     )
     assert joined_range([other, other]).spacing is None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_site_widens_the_range_ten_times_at_most(others: int) -> None:
+    far = dataclasses.replace(
+        RANGE,
+        sides=((1e-6, 1e-6, 40.0), (1e9, 1e9, 40.0)),
+        medians=((-1e9,), (1e9,)),
+        contrasts=((80.0,), (1e9,)),
+    )
+    joined = joined_range([far, *[RANGE] * others])
+    assert joined is not None
+    assert joined.sides == ((3.0, 3.0, 20.0), (600.0, 600.0, 40.0))
+    assert joined.contrasts == ((80.0,), (1000.0,))
+    assert joined.medians == ((10.0 - 1000,), (40.0 + 1000,)) and joined.spacing == RANGE.spacing
 
 
 def test_a_range_is_read_back_and_another_value_is_an_error() -> None:

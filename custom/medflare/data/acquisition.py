@@ -6,6 +6,7 @@ Also the range over the training images, and whether a new image is outside of i
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -25,10 +26,10 @@ _PIXELS = 2.0  # the same for sizes in pixels
 _CONTRAST = 3.0  # the same for the span of intensities
 # How far a median may leave the range, as a fraction of the largest span of intensities.
 _MEDIAN = 0.5
-_FAR = 100  # times the others', as of other units
+_FAR = 10  # times the others', as of other units
 _SAMPLED = 10_000  # intensities of a channel, evenly spaced
 _MAX_CHANNELS = 64  # images with more are features and have no intensities
-# Percentiles over the images: the extreme images are left out.
+# Percentiles over the patients: the extreme ones are left out.
 _OUTER = (5, 95)
 _INNER = (10, 90)
 
@@ -117,36 +118,42 @@ class TrainedOn:
         return f"{TRAINED_ON} has other axes or channels than the task"
 
 
-def range_of(images: Sequence[Acquisition], patients: int, minimum: int = 0) -> TrainedOn | None:
-    """The range of a site's training images, by percentiles, so that the extreme images are
-    left out.
+def range_of(images: Mapping[str, Sequence[Acquisition]], minimum: int = 0) -> TrainedOn | None:
+    """The range of a site's training images: percentiles over patients of the median over a
+    patient's images, so that extreme patients, and those of many images, decide little.
 
     Args:
-        patients: number of their patients.
+        images: patient -> training images.
         minimum: small-cell suppression: of fewer patients there is no range; from 2 on, percentiles
             are 10 and 90, not 5 and 95, and there is no range of spacings where one is unknown:
             the known ones may be of few patients. New images are then compared in pixels.
     """
-    if not images or patients < minimum:
+    if not images or len(images) < minimum:
         return None
     percentiles = _INNER if minimum > 1 else _OUTER
+    every = [image for of_patient in images.values() for image in of_patient]
 
-    def ends(numbers: Sequence[Any]) -> Any:
-        return np.percentile(np.array(numbers, np.float64), percentiles, axis=0).tolist()
+    def ends(name: str) -> Any:
+        medians = []
+        for of_patient in images.values():
+            values = [value for value in map(attrgetter(name), of_patient) if value is not None]
+            if values:
+                medians.append(np.median(np.array(values, np.float64), axis=0))
+        return np.percentile(np.array(medians), percentiles, axis=0).tolist()
 
     content = {
-        "images": len(images),
-        "sides": ends([image.sides for image in images]),
+        "images": len(every),
+        "sides": ends("sides"),
         "spacing": None,
         "extent": None,
-        "medians": ends([image.medians for image in images]),
-        "contrasts": ends([image.contrasts for image in images]),
-        "coloured": sorted({end > 0.5 for end in ends([image.coloured for image in images])}),
+        "medians": ends("medians"),
+        "contrasts": ends("contrasts"),
+        "coloured": sorted({end > 0.5 for end in ends("coloured")}),
     }
-    known = [image for image in images if image.spacing is not None]
-    if len(known) >= (len(images) if minimum > 1 else 1):
-        content["spacing"] = ends([image.spacing for image in known])
-        content["extent"] = ends([image.extent for image in known])
+    spaced = [image.spacing is not None for image in every]
+    if all(spaced) or (any(spaced) and minimum <= 1):
+        content["spacing"] = ends("spacing")
+        content["extent"] = ends("extent")
     return read_range(content)
 
 
@@ -165,16 +172,29 @@ def check_range(value: object) -> object:
 
 
 def joined_range(sites: Sequence[TrainedOn]) -> TrainedOn | None:
-    """The range over several sites of one task; None without any."""
+    """The range over several sites of one task; None without any.
+
+    No site widens that of the site in the middle (of two: the narrower end) more than `_FAR` times.
+    """
     if not sites:
         return None
     content: dict[str, Any] = {"images": sum(site.images for site in sites)}
-    for name in ("sides", "spacing", "extent", "medians", "contrasts"):
+    span = np.zeros(0)
+    for name in ("sides", "spacing", "extent", "contrasts", "medians"):
         pairs = [getattr(site, name) for site in sites]
         table = np.array([pair for pair in pairs if pair is not None])  # (sites, 2, numbers)
         content[name] = None
         if len(table):
-            content[name] = [table[:, 0].min(axis=0).tolist(), table[:, 1].max(axis=0).tolist()]
+            low = np.quantile(table[:, 0], 0.5, axis=0, method="higher")
+            high = np.quantile(table[:, 1], 0.5, axis=0, method="lower")
+            least, most = low / _FAR, high * _FAR
+            if name == "contrasts":
+                span = most
+            if name == "medians":  # they may be negative
+                least, most = low - span, high + span
+            least = np.maximum(least, table[:, 0].min(axis=0))
+            most = np.minimum(most, table[:, 1].max(axis=0))
+            content[name] = [least.tolist(), most.tolist()]
     content["coloured"] = sorted({value for site in sites for value in site.coloured})
     return read_range(content)
 

@@ -163,8 +163,8 @@ class SiteData:
     # structures in none of the training masks of a site without "annotated", one line each with
     # the remedy
     absent: tuple[str, ...] = ()
-    # of every training file; empty where it was not computed
-    acquired: tuple[Acquisition, ...] = ()
+    # training patient -> each of the files; empty where it was not computed
+    acquired: Mapping[str, Sequence[Acquisition]] = field(default_factory=dict)
     # sex, age or scanner -> test patient -> group, see `attributes.groups_of_patients`; they stay
     # at the site
     test_groups: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -310,12 +310,12 @@ def load_site_data(
         absent = _absent_structures(missing, task)
     else:
         notes += _label_notes(annotation, missing)
-    acquired = {}  # of every training item
+    acquired: dict[str, dict[int, Acquisition]] = {}  # training patient -> item -> its file's
     tested = []  # patient and attributes of every test image
     for row in decoded.rows:
         item = items[row.item_index]
         if item.split == "training":
-            acquired[row.item_index] = row.acquired
+            acquired.setdefault(item.patient, {})[row.item_index] = row.acquired
         if item.split == "test":
             tested.append((item.patient, item.attributes))
     return SiteData(
@@ -327,7 +327,7 @@ def load_site_data(
         dropped=dropped,
         annotated=None if annotation is None else annotation.names,
         absent=tuple(absent),
-        acquired=tuple(acquired.values()),
+        acquired={patient: tuple(files.values()) for patient, files in acquired.items()},
         test_groups=groups_of_patients(tested),
     )
 

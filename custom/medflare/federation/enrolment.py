@@ -225,7 +225,7 @@ class Enrolment:
         """Warn of the images of new sites that are far beyond those of all others."""
         for site, note in far_beyond(_ranges(self.enrolled)).items():
             if site in sites:
-                text = f"{note}; `predict` takes images of this whole range for usual ones"
+                text = f"{note}; the training range of the models leaves out what is beyond"
                 self.context.events.add("warning", text, site, round)
 
     def _weigh(self, round: int) -> None:

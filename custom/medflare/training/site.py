@@ -134,8 +134,7 @@ class Site:
 
     def trained_on(self) -> TrainedOn | None:
         """The range of its training images as they were acquired, see `acquisition.range_of`."""
-        patients = len(set(self.data.train.patients))
-        return range_of(self.data.acquired, patients, self.minimum_patients)
+        return range_of(self.data.acquired, self.minimum_patients)
 
     def network(
         self, purpose: str = "model", spec: NetworkSpec | None = None, outputs: int | None = None
