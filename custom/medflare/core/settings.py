@@ -102,7 +102,7 @@ def first_problem(problem: ValidationError) -> str:
         if item["loc"][:1] == first["loc"][:1]:  # a union has one for each member
             location = max(location, item["loc"], key=len)
             messages.append(item["msg"].removeprefix("Value error, "))
-    text = " or ".join(dict.fromkeys(messages))
+    text = " or ".join(dict.fromkeys(messages)).replace("a valid tuple", "a list")
     path = ".".join(str(part) for part in location if not str(part).startswith("function-"))
     if path:
         text = f"{path}: {text}"

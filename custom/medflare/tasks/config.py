@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from medflare.core.errors import ConfigError
-from medflare.core.settings import checked, no_such, one_of, strict_dataclass, unknown
+from medflare.core.settings import checked, no_such, one_of, strict_dataclass, takes, unknown
 from medflare.core.text import NAME, Json, JsonDict, is_name, printable, printable_json, read_json
 from medflare.tasks.allowed_transforms import check_transforms
 from medflare.tasks.metrics_table import (
@@ -282,7 +282,9 @@ class TaskConfig:
     target: Literal["binary", "multiclass", "multilabel"]
     labels: Names
     channels: PositiveInt | Names
-    size: tuple[PositiveInt, ...]
+    size: Annotated[
+        tuple[PositiveInt, ...], takes("the sides in pixels, [64, 64], of volumes [64, 64, 32]")
+    ]
     network: Annotated[JsonDict, BeforeValidator(_network)]
     loss: Named
     optimizer: Annotated[JsonDict, BeforeValidator(_optimizer)]
@@ -306,7 +308,10 @@ class TaskConfig:
     image_mode: Literal["resize", "patch"] = "resize"
     patches_per_image: PositiveInt = 1
     orientation: Annotated[str, AfterValidator(_orientation)] = "RAS"
-    spacing: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
+    spacing: Annotated[
+        tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None,
+        takes("millimetres along each axis of a volume, [1, 1, 2]"),
+    ] = None
     missing_channels: Literal["error", "zeros"] = "error"
     pick: tuple[NonNegativeInt, ...] = ()
     surface_tolerance: NonNegativeFloat = 2.0
