@@ -135,6 +135,24 @@ def test_settings_and_device(site: Kit, server: Kit) -> None:
         ], "once"
 
 
+@pytest.mark.parametrize("launcher", ["docker_launcher", "k8s_launcher"])
+def test_a_kit_for_containers_needs_a_folder_that_outlives_them(site: Kit, launcher: str) -> None:
+    set_up(site, KitSettings())
+    assert "records" not in [finding.check for finding in examine(site)]
+    _change(site.local / "resources.json", components=[{"id": launcher, "path": "x", "args": {}}])
+    found = _found(site, "records")
+    assert found.status == "FAILED" and '"records": ' in found.text
+    _change(site.local / "medflare.json", records="/data/brain/records")
+    mounts = site.local / "study_runtime.yaml"
+    for text in ("", "# mode: rw\n", "studies: {brain: {datasets: {images: {mode: ro}}}}\n"):
+        mounts.write_text(text)
+        assert _found(site, "records").status == "warning"
+    mounts.write_text("studies:\n  brain:\n    datasets:\n      records:\n        mode: rw\n")
+    assert _found(site, "records").status == "ok"
+    _change(site.local / "medflare.json", records="", minimum_patients=1)
+    assert _found(site, "records").status == "ok", "nothing is counted"
+
+
 def test_data_as_the_task_needs_them(
     site: Kit, tmp_path: Path, make_task: TaskOf, make_site: SiteOf
 ) -> None:

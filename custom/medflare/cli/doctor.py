@@ -1,6 +1,7 @@
 """`medflare site doctor`: checks of a party; it starts nothing and joins no federation."""
 
 import os
+import re
 import shutil
 import socket
 import stat
@@ -74,6 +75,8 @@ def examine(kit: Kit, task: TaskConfig | None = None) -> Iterator[CheckResult]:
     elif local is not None:
         checks["device"] = lambda _: f"{usable_device(local.chosen_device(), PLACE)} can be used"
         checks["data"] = lambda kit: _data(kit, local, task)
+        if _in_containers(kit):
+            checks["records"] = lambda kit: _records(kit, local)
     for name, check in checks.items():
         try:
             yield CheckResult(name, "ok", check(kit))
@@ -210,6 +213,30 @@ def _settings(kit: Kit) -> str:
     if local.privacy is None:
         text += '; no "privacy" budget: models can show training images to who leads a job'
     return text
+
+
+def _in_containers(kit: Kit) -> bool:
+    """Whether `nvflare deploy prepare` made the kit for Docker or Kubernetes."""
+    launchers = {"docker_launcher", "k8s_launcher"}
+    with suppress(*MALFORMED, MedflareError, OSError):  # the check "policies" reports it
+        return bool(launchers & components(read_object(kit.local / "resources.json")).keys())
+    return False
+
+
+def _records(kit: Kit, local: LocalSettings) -> str:
+    """Whether what is counted over all jobs outlives their containers."""
+    file = kit.local / LOCAL_FILE
+    mounts = kit.local / "study_runtime.yaml"
+    writable = mounts.exists() and re.search(r"^[^#\n]*mode:\W*rw", mounts.read_text(), re.M)
+    keeps_record = local.minimum_patients > 1 or local.privacy is not None
+    if keeps_record and not local.records:
+        raise ConfigError(
+            f"no records in {file}, so the site refuses jobs: mount a folder in {mounts} with "
+            'mode: rw, and name it there as the job sees it, "records": "/data/STUDY/NAME"'
+        )
+    if local.records and not writable:
+        raise _Warning(f"{mounts} mounts no dataset with mode: rw, which records needs")
+    return "what is counted over all jobs outlives their containers"
 
 
 def _disk(kit: Kit, local: LocalSettings | None) -> str:
