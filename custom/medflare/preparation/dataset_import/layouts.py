@@ -63,6 +63,7 @@ from medflare.preparation.dataset_import.tables import (
 
 _VERSIONS = frozenset(WORDS["version"])
 _COPIES = frozenset(WORDS["copy"])
+_START = 2**16  # bytes of a file that tell copies from others
 
 
 def find_dataset(
@@ -332,10 +333,12 @@ def _refuse_copies(folder: ImageFolder) -> None:
     """
     times = Counter(image.name for image in folder.images)
     repeated = [image for image in folder.images if times[image.name] > 1]
-    first_of: dict[tuple[str, int], Path] = {}
+    first_of: dict[tuple[str, int, int], Path] = {}
     alike: defaultdict[tuple[Path, Path], list[tuple[Path, Path]]] = defaultdict(list)
     for image in filter(Path.is_file, repeated):
-        other = first_of.setdefault((image.name, image.stat().st_size), image)
+        with image.open("rb") as opened:
+            key = (image.name, image.stat().st_size, hash(opened.read(_START)))
+        other = first_of.setdefault(key, image)
         if other.parent != image.parent:
             alike[_where_they_part(other, image)].append((other, image))
     for tops, files in alike.items():

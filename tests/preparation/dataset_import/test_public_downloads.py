@@ -1,0 +1,22 @@
+"""Public data sets as they are downloaded: each is read as it is meant, or asked about."""
+
+import re
+from pathlib import Path
+
+from helpers.downloaded_folders import picture
+from preparation.dataset_import.test_segmentation_layouts import error_of, imported
+
+
+def test_two_divisions_of_the_same_pictures_are_asked_about(tmp_path: Path) -> None:
+    """As of RIM-ONE DL; pictures of two classes have the same names, and sizes in bytes."""
+    for number in range(12):
+        for name in ("glaucoma", "normal"):
+            for way, part in (("randomly", number % 3), ("by_hospital", number // 8)):
+                split = ("training_set", "test_set")[bool(part)]
+                home = tmp_path / f"partitioned_{way}" / split / name
+                picture(home / f"{number}.bmp", 80, channels=3, seed=number + 20 * len(name))
+    for kind in ("", "classification"):
+        text = error_of(tmp_path, kind=kind)
+        assert "hold the same 24 pictures; leave one folder out, as with --leave-out" in text
+    (option,) = re.findall("--leave-out ([^;]+)$", text)
+    assert len(imported(tmp_path, leave_out=(option,)).dataset.items) == 24
