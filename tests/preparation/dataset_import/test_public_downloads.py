@@ -3,8 +3,22 @@
 import re
 from pathlib import Path
 
-from helpers.downloaded_folders import picture
+from helpers.downloaded_folders import mask, picture
 from preparation.dataset_import.test_segmentation_layouts import error_of, imported
+
+
+def test_one_more_mask_of_an_image_is_no_mask_of_another_file(tmp_path: Path) -> None:
+    """As of LES-AV; before, colours of vessels were images with the mask of the vessels."""
+    for number in range(6):
+        for name in ("images", "arteries-and-veins"):
+            picture(tmp_path / name / f"{number}.png", 60 + len(name), channels=3)
+        for name in ("masks", "vessel-segmentations"):
+            mask(tmp_path / name / f"{number}.png", (255,))
+    assert "two masks of one image; unite them, leave one out" in error_of(tmp_path)
+    text = error_of(tmp_path, leave_out=("masks",))
+    assert "arteries-and-veins/0.png and images/0.png would both have the mask" in text
+    for item in imported(tmp_path, leave_out=("masks", "arteries-and-veins")).dataset.items:
+        assert item.masks == [tmp_path / "vessel-segmentations" / item.first.name]
 
 
 def test_two_divisions_of_the_same_pictures_are_asked_about(tmp_path: Path) -> None:

@@ -354,17 +354,19 @@ def _two_masks(folder: ImageFolder, masks: Sequence[Path]) -> DataError:
 
 
 def _refuse_second_masks(folder: ImageFolder, files_of: Mapping[Path, Mapping[str, Path]]) -> None:
-    """Raise DataError for an unused mask with the name of an image that has another one."""
+    """Raise DataError for a mask with the name of an image that has another one, if the mask is
+    unused or that of an image in other folders.
+    """
     names = folder.names
     unused = defaultdict(list)
     for mask, files in files_of.items():
-        if not files:
+        if all(names[image].folders != names[mask].folders for image in files.values()):
             unused[names[mask].split, names[mask].name].append(mask)
     for mask, files in files_of.items():
         for image in [names[file] for file in files.values()]:
             for name in image.names:
                 for other in unused[image.split, name]:
-                    if {*image.folders} <= {*names[other].folders}:
+                    if other != mask and {*image.folders} <= {*names[other].folders}:
                         raise _two_masks(folder, [mask, other])
 
 
