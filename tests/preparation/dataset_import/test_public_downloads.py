@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from helpers.downloaded_folders import mask, picture
 from preparation.dataset_import.test_segmentation_layouts import error_of, imported
 
@@ -34,3 +36,20 @@ def test_two_divisions_of_the_same_pictures_are_asked_about(tmp_path: Path) -> N
         assert "hold the same 24 pictures; leave one folder out, as with --leave-out" in text
     (option,) = re.findall("--leave-out ([^;]+)$", text)
     assert len(imported(tmp_path, leave_out=(option,)).dataset.items) == 24
+
+
+@pytest.mark.parametrize("top", ["Infection Segmentation Data", "annotations/A"])
+def test_folders_of_images_in_one_that_is_called_like_masks(top: str, tmp_path: Path) -> None:
+    """As of COVID-QU-Ex; before, all images were masks."""
+    for number in range(6):
+        home = tmp_path / top
+        picture(home / "images" / f"{number}.png", 60 + number)
+        mask(home / "infection masks" / f"{number}.png", (255,))
+        picture(tmp_path / "Lung" / "images" / f"{number}L.png", 60 + number)
+        mask(tmp_path / "Lung" / "lung masks" / f"{number}L.png", (255,))
+    items = imported(tmp_path).dataset.items
+    assert len(items) == 12
+    for item in items:
+        (path,) = item.masks
+        assert (path.name, path.parents[1]) == (item.first.name, item.first.parents[1])
+        assert item.first.parent.name == "images"

@@ -18,6 +18,7 @@ from medflare.data.dicom import SEGMENTATION, has_image, is_other_object, kind_o
 from medflare.data.local import DATA_FOLDERS_VARIABLE, allowed_folders
 from medflare.data.reading import explained, image_suffixes, is_dicom, stem, suffix
 from medflare.preparation.dataset_import.names import (
+    IMAGE_WORDS,
     WORDS,
     FileName,
     composed,
@@ -157,16 +158,32 @@ class ImageFolder:
 
         A DICOM segmentation of a series has those of the series, as a mask.
         """
-        # A folder of all images says nothing of masks, as Kvasir-SEG.
-        common = common_folder(self.images)
+        of_both = self._folders_of_both()
         names = {}
         for image in self.images:
-            is_mask = image in self.masks_of_cases or parse_name(image.relative_to(common)).mask
+            outer = next(filter(of_both.__contains__, image.parents))
+            is_mask = image in self.masks_of_cases or parse_name(image.relative_to(outer)).mask
             names[image] = parse_name(image.relative_to(self.root))._replace(mask=is_mask)
         of_masks = {}
         for mask, image in self.segmented.items():
             of_masks[mask] = names[image]._replace(mask=True)
         return names | of_masks
+
+    def _folders_of_both(self) -> set[Path]:
+        """The folder of all images, as Kvasir-SEG, and those that hold folders of images and of
+        masks, as Segmentation/images and Segmentation/masks: their names say nothing of masks.
+        """
+        common = common_folder(self.images)
+        of_images = {common}
+        of_masks = {common}
+        for folder in {image.parent for image in self.images}:
+            for outer in folder.parents[: len(folder.relative_to(common).parts)]:
+                inner = folder.relative_to(outer)
+                if parse_name(inner / "1").mask:
+                    of_masks.add(outer)
+                elif any(words(part) and {*words(part)} <= IMAGE_WORDS for part in inner.parts):
+                    of_images.add(outer)
+        return of_images & of_masks
 
     @cached_property
     def masks(self) -> list[Path]:
