@@ -9,6 +9,18 @@ from helpers.downloaded_folders import mask, picture
 from preparation.dataset_import.test_segmentation_layouts import error_of, imported
 
 
+@pytest.mark.parametrize("names", [("trainx/X_{n}", "trainy/Y_{n}"), ("b/{n}a", "c/{n}z")])
+def test_a_class_of_masks_is_asked_about(names: tuple[str, str], tmp_path: Path) -> None:
+    """As of a copy of PH2: before, the masks were images of a class."""
+    images, masks = names
+    for number in range(8):
+        picture(tmp_path / f"{images.format(n=number)}.bmp", 80 + number, channels=3)
+        mask(tmp_path / f"{masks.format(n=number)}.bmp", (255,))
+    first = masks.format(n=0)
+    assert f"{first}.bmp has two values, as masks have, beside" in error_of(tmp_path)
+    assert len(imported(tmp_path, kind="classification").dataset.items) == 16
+
+
 def test_one_more_mask_of_an_image_is_no_mask_of_another_file(tmp_path: Path) -> None:
     """As of LES-AV; before, colours of vessels were images with the mask of the vessels."""
     for number in range(6):

@@ -100,7 +100,8 @@ def class_folders(
     if not confirmed:
         _refuse_companions(folder, images)
         in_classes = [image for image, folders in below.items() if folders]
-        _refuse_masks(folder, in_classes[: 2 * SAMPLE_SIZE])
+        first = [*in_classes[: 2 * SAMPLE_SIZE], *_first_of_each(in_classes, below)]
+        _refuse_masks(folder, [*dict.fromkeys(first)])
         _refuse_masks_of_classes(folder, names, below)
         _refuse_other_groups(folder, names, in_classes)
     return _classes_at(0, folder, below, names, "a folder per class")
@@ -340,6 +341,18 @@ def _refuse_names_of_splits(folder: ImageFolder, names: Sequence[str]) -> None:
                 f"{folder.root}: {other} and {name} differ in the split alone; "
                 "move them into folders train, val and test"
             )
+
+
+def _first_of_each(images: Iterable[Path], below: Mapping[Path, Sequence[str]]) -> list[Path]:
+    """The first images of each class; `below`: image -> its folders, the class the first."""
+    counts: Counter[str] = Counter()
+    first = []
+    for image in images:
+        name = below[image][0]
+        counts[name] += 1
+        if counts[name] <= SAMPLE_SIZE:
+            first.append(image)
+    return first
 
 
 def _refuse_masks(folder: ImageFolder, images: Sequence[Path]) -> None:
