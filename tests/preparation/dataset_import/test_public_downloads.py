@@ -3,9 +3,11 @@
 import re
 from pathlib import Path
 
+import nibabel
+import numpy as np
 import pytest
 
-from helpers.downloaded_folders import mask, picture
+from helpers.downloaded_folders import classes, mask, picture
 from preparation.dataset_import.test_segmentation_layouts import error_of, imported
 
 
@@ -19,6 +21,83 @@ def test_a_class_of_masks_is_asked_about(names: tuple[str, str], tmp_path: Path)
     first = masks.format(n=0)
     assert f"{first}.bmp has two values, as masks have, beside" in error_of(tmp_path)
     assert len(imported(tmp_path, kind="classification").dataset.items) == 16
+
+
+def test_folders_that_each_split_has_alone_are_asked_about(tmp_path: Path) -> None:
+    """As of DENTEX, whose folders tell how far images are annotated."""
+    for split, level in (("training", "quadrant"), ("validation", "quadrant_disease")):
+        for number in range(8):
+            picture(tmp_path / f"{split}_data" / level / "xrays" / f"{number}.png", 60 + number)
+        (tmp_path / f"{split}_data" / level / "coco.json").write_text("{}")
+    text = error_of(tmp_path)
+    assert "quadrant, quadrant_disease the classes, though each is in one split alone" in text
+    assert "text files are not read (training_data/quadrant/coco.json)" in text
+    report = imported(tmp_path, kind="classification")
+    assert [*report.dataset.labels.values()] == ["quadrant", "quadrant_disease"]
+
+
+@pytest.mark.parametrize("kind", ["", "classification"])
+@pytest.mark.parametrize("name", ["auto_test", "a/auto_test", "REFUGE-Validation400"])
+def test_a_folder_that_is_called_like_a_split_is_no_class(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    top, _, last = name.rpartition("/")
+    for outer in filter(None, (top, top and "b")) if top else ("",):
+        classes(tmp_path / outer)
+    for number in range(6):
+        picture(tmp_path / top / last / f"{number}.png", 60 + number)
+    text = error_of(tmp_path, kind=kind)
+    if kind or not top:
+        assert f"is {last} a class, beside cat, dog? it is called like a split" in text
+    assert {
+        *imported(tmp_path, kind="classification", leave_out=(last,)).dataset.labels.values()
+    } == {"cat", "dog"}
+
+
+def test_folders_of_archives_in_folders_of_their_names_count_once(tmp_path: Path) -> None:
+    for top in ("Lung Data", "Chest Data"):
+        classes(tmp_path / top / top)
+    assert "each of Chest Data, Lung Data holds the folders cat, dog" in error_of(tmp_path)
+    report = imported(tmp_path, kind="classification")
+    assert [*report.dataset.labels.values()] == ["cat", "dog"]
+
+
+@pytest.mark.parametrize("each", [1, 2, 6])
+def test_a_few_images_in_folders_of_patients_of_classes(each: int, tmp_path: Path) -> None:
+    for name in ("AMD", "DME", "NORMAL"):
+        for number in range(6):
+            for image in range(each):
+                picture(tmp_path / f"{name}{number}" / f"{image}.tif", 9 * image + number)
+    assert "AMD0, AMD1, AMD2, ... patients of the classes AMD, DME, NORMAL?" in error_of(tmp_path)
+
+
+def test_a_folder_of_masks_beside_the_images_of_a_split(tmp_path: Path) -> None:
+    """As of MyoPS; gd is no word of masks."""
+    for number in range(6):
+        picture(tmp_path / "train25" / f"myops_{number}.png", 60 + number)
+        mask(tmp_path / "train25_myops_gd" / f"myops_{number}_gd.png", (200, 255))
+    assert "if train25_myops_gd holds masks, call it masks" in error_of(tmp_path)
+    (tmp_path / "train25_myops_gd").rename(tmp_path / "masks")
+    for item in imported(tmp_path).dataset.items:
+        assert item.masks == [tmp_path / "masks" / f"{item.first.stem}_gd.png"]
+
+
+def test_volumes_in_two_folders_and_their_mask_above(tmp_path: Path) -> None:
+    """As a hospital's folder of WMH; before, a KeyError."""
+    for patient in range(3):
+        for name in ("orig/T1", "pre/T1", "wmh"):
+            volume(tmp_path / f"{patient}" / f"{name}.nii.gz", patient)
+    assert "each of 0, 1, 2 holds the folders orig, pre" in error_of(tmp_path)
+    text = error_of(tmp_path, leave_out=("orig",))
+    assert "each of 0, ... holds T1.nii.gz, wmh.nii.gz, as folders of patients do" in text
+
+
+def volume(path: Path, value: int, *, two: bool = False) -> None:
+    """A volume with a bright middle, of `two` values as a mask."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    voxels = np.full((4, 4, 3), 0 if two else value, np.int16)
+    voxels[1:3, 1:3] = 1 if two else 100 + np.arange(3)
+    nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), path)
 
 
 def test_one_more_mask_of_an_image_is_no_mask_of_another_file(tmp_path: Path) -> None:

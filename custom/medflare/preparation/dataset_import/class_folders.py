@@ -27,6 +27,7 @@ from medflare.preparation.dataset_import.names import (
     SPLIT_OF_WORD,
     WORDS,
     composed,
+    first_split,
     is_a_class,
     numbered,
     refuse_variants,
@@ -62,7 +63,7 @@ def class_folders(
     common = common_folder(images)
     inner = defaultdict(set)  # class -> folders in it
     deeper = defaultdict(set)  # class -> all folders below it
-    below = {image: folders_below(common, image) for image in images}
+    below = _once({image: folders_below(common, image) for image in images})
     shared_by_all = os.path.commonpath(["/".join(folders) for folders in below.values()])
     for image, folders in below.items():
         classes = folders[len(Path(shared_by_all).parts) :]  # without images of train/images/cat
@@ -104,7 +105,22 @@ def class_folders(
         _refuse_masks(folder, [*dict.fromkeys(first)])
         _refuse_masks_of_classes(folder, names, below)
         _refuse_other_groups(folder, names, in_classes)
+        _refuse_classes_of_splits(folder, names, in_classes, below)
     return _classes_at(0, folder, below, names, "a folder per class")
+
+
+def _once(below: Mapping[Path, list[str]]) -> dict[Path, list[str]]:
+    """Image -> its folders, without the first if it holds one of its own name alone, as archives
+    are unpacked: cat/cat/1.png.
+    """
+    inner = defaultdict(set)
+    for folders in below.values():
+        inner["".join(folders[:1])].update(folders[1:2] or [""])
+    once = {}
+    for image, folders in below.items():
+        doubled = inner["".join(folders[:1])] == {*folders[:1]}
+        once[image] = folders[1:] if doubled else folders
+    return once
 
 
 def _by_inner_folders(
@@ -161,10 +177,12 @@ def _by_inner_folders(
     if not confirmed:
         swapped = {}
         for image, (first, *others) in below.items():
-            swapped[image] = [*others[:1], first, *others[1:]]
+            if others:
+                swapped[image] = [others[0], first, *others[1:]]
         _refuse_masks_of_classes(folder, names, swapped)
         raise DataError(f"{folder.root}: {problem}")
     refuse_variants(names, f"{folder.root}: the class folders")
+    _refuse_names_of_splits(folder, names)
     return _classes_at(1, folder, below, names, layout, of_patients=of_patients)
 
 
@@ -251,14 +269,16 @@ def _without_classes(
     """
     loose = [image for image, folders in below.items() if not folders]
     if names and loose:
+        masks = f"; if {names[0]} holds masks, call it masks"
         problem = f"{folder.root}: {folder.relative(loose[0])} is beside the folder {names[0]}"
         if split_above(folder, loose[0]):
             return DataError(
                 f"{problem}, and in a folder of a split; if {loose[0].parent.name} is a class, "
-                "rename it; if it is a split, move its images into folders of their classes"
+                f"rename it; if it is a split, move its images into folders of their classes{masks}"
             )
         return DataError(
             f"{problem}; give this folder, or leave the file out with --leave-out {loose[0].name}"
+            f"{masks}"
         )
     companions = {} if confirmed else _companions(below)
     if companions:
@@ -331,7 +351,9 @@ def _refuse_no_classes(folder: ImageFolder, names: Sequence[str]) -> None:
 
 
 def _refuse_names_of_splits(folder: ImageFolder, names: Sequence[str]) -> None:
-    """Raise DataError if names of classes differ in the word of a split alone."""
+    """Raise DataError if names of classes differ in the word of a split alone, and if some have
+    one: auto_test beside 0, 1.
+    """
     first_of: dict[tuple[str, ...], str] = {}
     for name in names:
         without = tuple(word for word in words(name) if word not in SPLIT_OF_WORD)
@@ -341,6 +363,13 @@ def _refuse_names_of_splits(folder: ImageFolder, names: Sequence[str]) -> None:
                 f"{folder.root}: {other} and {name} differ in the split alone; "
                 "move them into folders train, val and test"
             )
+    of_splits = [name for name in names if first_split(name)]
+    if 0 < len(of_splits) < len(names):
+        raise DataError(
+            f"{folder.root}: {is_a_class(of_splits, names)} it is called like a split; leave it "
+            f"out with --leave-out {shlex.quote(of_splits[0])}, or rename it, train, val or test "
+            "if it is a split"
+        )
 
 
 def _first_of_each(images: Iterable[Path], below: Mapping[Path, Sequence[str]]) -> list[Path]:
@@ -353,6 +382,24 @@ def _first_of_each(images: Iterable[Path], below: Mapping[Path, Sequence[str]]) 
         if counts[name] <= SAMPLE_SIZE:
             first.append(image)
     return first
+
+
+def _refuse_classes_of_splits(
+    folder: ImageFolder,
+    names: Sequence[str],
+    images: Iterable[Path],
+    below: Mapping[Path, Sequence[str]],
+) -> None:
+    """Raise DataError if each class is in one of several splits alone; `below`: image -> its
+    folders, the class the first.
+    """
+    pairs = {(below[image][0], split_above(folder, image)) for image in images}
+    if len(pairs) == len(names) and len({split for _, split in pairs} - {""}) > 1:
+        raise DataError(
+            f"{folder.root}: are the folders {_first_of(names)} the classes, though each is in "
+            "one split alone? if so, give --kind classification; otherwise give a table with the "
+            "classes"
+        )
 
 
 def _refuse_masks(folder: ImageFolder, images: Sequence[Path]) -> None:
@@ -477,12 +524,6 @@ def _are_named_after(
 
 def _refuse_other_groups(folder: ImageFolder, names: Sequence[str], images: Sequence[Path]) -> None:
     """Raise DataError if the folders seem to be patients, years, parts of an export or eyes."""
-    most = min(MAX_CLASSES, max(4, len(images) / _IMAGES_OF_CLASS))
-    if len(names) > most or len(names) == len(images):
-        raise DataError(
-            f"{folder.root}: {len(names)} folders ({names[0]}, ...) for {len(images)} images are "
-            "many classes; if they are classes and no patients, give --kind classification"
-        )
     numbered_of = defaultdict(list)  # class without its number -> folders
     for name in names:
         numbered_of[re.sub(r"[\d_. -]*\d[\d_. -]*$", "", name)].append(name)
@@ -494,6 +535,13 @@ def _refuse_other_groups(folder: ImageFolder, names: Sequence[str], images: Sequ
             f"{', '.join(classes)}? if so, move them into folders of these names, and give "
             f"{option}; if they are parts of these classes, move what is in "
             "them into such folders; if each is a class, give --kind classification"
+        )
+    most = min(MAX_CLASSES, max(4, len(images) / _IMAGES_OF_CLASS))
+    if len(names) > most or len(names) == len(images):
+        raise DataError(
+            f"{folder.root}: {len(names)} folders ({names[0]}, ...) for {len(images)} images are "
+            "many classes; if they are classes and no patients, give --kind classification; if "
+            "they are patients, give a table with the classes"
         )
     stems = {re.sub(r"[\d_.-]+", " ", name).lower() for name in names}
     numbers = [int(number) for name in names for number in re.findall(r"\d+", name)]
