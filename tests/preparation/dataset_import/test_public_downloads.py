@@ -144,3 +144,15 @@ def test_folders_of_images_in_one_that_is_called_like_masks(top: str, tmp_path: 
         (path,) = item.masks
         assert (path.name, path.parents[1]) == (item.first.name, item.first.parents[1])
         assert item.first.parent.name == "images"
+
+
+def test_two_sizes_of_the_same_pictures_are_asked_about(tmp_path: Path) -> None:
+    """As of the knees of OAI; grade 0 was proposed to be left out as a version."""
+    for number in range(24):
+        for side in (16, 24):
+            file = f"kneeKL{side}/{'train' if number < 16 else 'test'}/{number % 4}/{number}R.png"
+            picture(tmp_path / file, 60 + number, side)
+    remedy = "leave one out with --leave-out kneeKL16"
+    assert remedy in error_of(tmp_path)
+    assert remedy in imported(tmp_path, kind="classification").render()
+    assert remedy not in imported(tmp_path, leave_out=("kneeKL16",), force=True).render()

@@ -5,6 +5,7 @@ import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, permutations
 from pathlib import Path
 
@@ -142,6 +143,7 @@ def _by_inner_folders(
     shared = sorted_labels(set.intersection(*inner.values()))
     of_patients = _hold_classes(inner)
     patients_in_each = all(map(_may_be_patient, shared))
+    notes: list[str] = []
     if of_patients:
         first = min(inner)
         layout = "folders of patients, with a folder per class"
@@ -156,6 +158,13 @@ def _by_inner_folders(
         layout = f"a folder per class in each of {_first_of(outer)}"
         inside = _first_of(shared)
         remedy = "if they are splits, rename them train, val or test"
+        if _have_same_names(below):
+            of_copies = (
+                f"if {_first_of(outer)} hold the same pictures, as of two sizes, leave one out "
+                f"with --leave-out {shlex.quote(outer[0])}"
+            )
+            remedy += f"; {of_copies}"
+            notes.append(f"files have the same names; {of_copies}")
         if patients_in_each:
             remedy += "; if they are patients, give a table with their classes; otherwise give"
         else:
@@ -183,7 +192,17 @@ def _by_inner_folders(
         raise DataError(f"{folder.root}: {problem}")
     refuse_variants(names, f"{folder.root}: the class folders")
     _refuse_names_of_splits(folder, names)
-    return _classes_at(1, folder, below, names, layout, of_patients=of_patients)
+    dataset = _classes_at(1, folder, below, names, layout, of_patients=of_patients)
+    return replace(dataset, notes=tuple(notes))
+
+
+def _have_same_names(below: Mapping[Path, Sequence[str]]) -> bool:
+    """Whether nearly all images have the name of one in another first folder; `below`: image -> its
+    folders.
+    """
+    counts = Counter((*folders[1:], stem(image)) for image, folders in below.items())
+    repeated = sum(count for count in counts.values() if count > 1)
+    return repeated > NEARLY_ALL * len(below)
 
 
 def _patient_option(
