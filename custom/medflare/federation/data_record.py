@@ -294,7 +294,7 @@ def _used_images(site: Site) -> dict[str, list[list[Any]]]:
 
 def _digests_of_patients(site: Site) -> _Used:
     """Split -> digests of each patient, of the patient's images, and of their labels."""
-    used = {}
+    used: _Used = {}
     for name, images in _used_images(site).items():
         by_patient: dict[str, list[tuple[str, Any]]] = defaultdict(list)
         for patient, file, labels in images:
