@@ -108,7 +108,7 @@ _TEXTS = {  # the gravest first
     "class_missed": _Text(
         "The deployed model never recognizes a class that occurs in the test images",
         "Do not use it for this class: train more rounds, add images of it, "
-        "weigh the classes in the loss, or merge it with another class",
+        "or merge it with another class",
         "a class never recognized",
     ),
     "indistinct": _Text(
