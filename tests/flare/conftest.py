@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from nvflare.app_common.job_schedulers.job_scheduler import DefaultJobScheduler
 from nvflare.app_common.logging.job_log_receiver import JobLogReceiver
 from nvflare.app_common.np.np_downloader import ArrayConsumer
 from nvflare.app_common.streamers import file_streamer
@@ -38,6 +39,7 @@ _CHANGED = {
     byte_receiver: ("MAX_COMPLETED_TASK_TTL",),
     byte_receiver.RxTask: ("find_or_create_task",),
     CoreCell: ("_add_adhoc_connector", "_process_received_msg"),
+    DefaultJobScheduler: ("_do_schedule_job",),
     NetManager: ("get_spec",),
     FederatedServer: ("_validate_auth_headers",),
     ServerCommandAgent: ("_execute_command", "_aux_communicate"),

@@ -27,8 +27,11 @@ from nvflare.apis.controller_spec import Task
 from nvflare.apis.fl_constant import ReservedKey, RunProcessKey
 from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.impl.wf_comm_server import WFCommServer
+from nvflare.apis.job_def import RunStatus, job_from_meta
+from nvflare.apis.server_engine_spec import ServerEngineSpec
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.workspace import Workspace
+from nvflare.app_common.job_schedulers.job_scheduler import DefaultJobScheduler
 from nvflare.app_common.logging.job_log_receiver import JobLogReceiver
 from nvflare.app_common.np.np_downloader import ArrayConsumer, ArrayDownloadable
 from nvflare.app_common.streamers import file_streamer
@@ -90,6 +93,7 @@ from medflare.flare.other_parties import (
     keep_downloads_inside,
     limit_other_parties,
     obey_the_server_alone,
+    schedule_each_job_alone,
     survive_messages,
 )
 
@@ -460,6 +464,25 @@ def test_the_failed_process_of_a_site_ends_no_job_before_those_of_all_sites_have
     server.engine.run_processes.clear()  # the job has ended
     FederatedServer.process_job_failure(server, new_cell_message(headers, report))
     assert codes == [None, None, None, 101, None]
+
+
+@pytest.mark.parametrize("wrong", [{"min_clients": "1"}, {"schedule_count": "1"}])
+def test_a_job_that_cannot_be_scheduled_does_not_hold_up_the_others(wrong: dict[str, Any]) -> None:
+    """FLARE takes the text for a number, and then starts no job any more."""
+    engine = MagicMock(spec=ServerEngineSpec)
+    engine.new_context = FLContextManager(engine=engine, identity_name="server").new_context
+    engine.get_clients.return_value = [Client("site-1", "token")]
+    engine.check_client_resources.return_value = {"site-1": (True, "")}
+    manager = MagicMock()
+    jobs = []
+    for number, meta in enumerate((wrong, {})):
+        meta = {"submit_time": number, "job_id": str(number), **meta}
+        jobs.append(job_from_meta({"deploy_map": {"app": ["@ALL"]}, **meta}))
+    schedule_each_job_alone()
+    ready, _ = DefaultJobScheduler().schedule_job(manager, [*jobs], engine.new_context())
+    assert ready is jobs[1]
+    assert manager.set_status.call_args.args[:2] == ("0", RunStatus.FINISHED_CANT_SCHEDULE)
+    assert "refused" in jobs[0].meta["schedule_history"][0]
 
 
 @pytest.mark.usefixtures("surviving")

@@ -16,9 +16,10 @@ from zipfile import ZipFile
 
 from nvflare.apis.fl_constant import ReservedKey, RunProcessKey
 from nvflare.apis.fl_context import FLContext
-from nvflare.apis.job_def import JobMetaKey
+from nvflare.apis.job_def import Job, JobMetaKey
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.workspace import Workspace
+from nvflare.app_common.job_schedulers.job_scheduler import DefaultJobScheduler
 from nvflare.app_common.np.np_downloader import ArrayConsumer
 from nvflare.app_common.streamers import file_streamer
 from nvflare.fuel.f3.cellnet import cell, core_cell, net_agent
@@ -102,6 +103,7 @@ def protect_from_other_parties() -> None:
     authorize_before_deployment()
     audit_line_by_line()
     survive_messages()
+    schedule_each_job_alone()
     bound_messages()
     bound_streams()
     bound_arrays()
@@ -290,6 +292,37 @@ def survive_messages() -> None:
     cell.decode_payload = decoded
     cell._is_server_job_cell = lambda info: False  # whose process FLARE would end
     ServerRunner.ABORT_RETURN_CODES = []
+
+
+@cache
+def schedule_each_job_alone() -> None:
+    """Have FLARE start the other jobs if one cannot be scheduled, in this process: for the text "1"
+    as its number of sites it starts none any more.
+    """
+    schedule = DefaultJobScheduler._do_schedule_job
+
+    def scheduled(
+        scheduler: DefaultJobScheduler,
+        jobs: list[Job],
+        fl_ctx: FLContext,
+        failed: list[Job],
+        blocked: list[Job],
+    ) -> tuple[Any, Any]:
+        for job in sorted(jobs, key=lambda job: job.meta[JobMetaKey.SUBMIT_TIME.value]):
+            try:
+                ready, sites = schedule(scheduler, [job], fl_ctx, failed, blocked)
+            except Exception as error:  # its metadata, or the answer of one of its sites
+                for key in scheduler._get_update_meta_keys():
+                    job.meta.pop(key, None)
+                reason = f"refused: it cannot be scheduled ({type(error).__name__})"
+                scheduler._update_schedule_history(job, reason, fl_ctx)  # logs it, too
+                blocked.append(job)
+                continue
+            if ready:
+                return ready, sites
+        return None, None
+
+    DefaultJobScheduler._do_schedule_job = scheduled
 
 
 @cache
