@@ -16,6 +16,7 @@ from nvflare.app_common.streamers import file_streamer
 from nvflare.fuel.f3.cellnet import cell
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.f3.cellnet.net_manager import NetManager
+from nvflare.fuel.f3.sfm.conn_manager import ConnManager
 from nvflare.fuel.f3.streaming import byte_receiver
 from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
 from nvflare.fuel.hci.client.file_transfer import FileTransferModule
@@ -39,6 +40,7 @@ _CHANGED = {
     byte_receiver: ("MAX_COMPLETED_TASK_TTL",),
     byte_receiver.RxTask: ("find_or_create_task",),
     CoreCell: ("_add_adhoc_connector", "_process_received_msg"),
+    ConnManager: ("update_endpoint",),
     DefaultJobScheduler: ("_do_schedule_job",),
     NetManager: ("get_spec",),
     FederatedServer: ("_validate_auth_headers",),

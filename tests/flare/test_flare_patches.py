@@ -11,7 +11,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -42,8 +42,12 @@ from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType
 from nvflare.fuel.f3.cellnet.fqcn import FqcnInfo
 from nvflare.fuel.f3.cellnet.net_manager import NetManager
+from nvflare.fuel.f3.comm_error import CommError
+from nvflare.fuel.f3.drivers.driver_params import DriverParams
 from nvflare.fuel.f3.endpoint import Endpoint
 from nvflare.fuel.f3.message import Message
+from nvflare.fuel.f3.sfm.conn_manager import ConnManager
+from nvflare.fuel.f3.sfm.constants import HandshakeKeys
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.stream_const import StreamDataType, StreamHeaderKey
 from nvflare.fuel.f3.streaming.stream_types import BlobSizeError
@@ -483,6 +487,25 @@ def test_a_job_that_cannot_be_scheduled_does_not_hold_up_the_others(wrong: dict[
     assert ready is jobs[1]
     assert manager.set_status.call_args.args[:2] == ("0", RunStatus.FINISHED_CANT_SCHEDULE)
     assert "refused" in jobs[0].meta["schedule_history"][0]
+
+
+@pytest.mark.parametrize(("person", "is_taken"), [(LEAD, True), ("member@example.org", False)])
+@pytest.mark.usefixtures("limited")
+def test_the_cell_of_a_console_is_its_persons(
+    person: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLARE gives the connection to whoever came last: a lead's answers would reach a member."""
+    monkeypatch.setattr(ConnManager, "update_endpoint", lambda *words: taken.append(words))
+    taken: list[Any] = []
+    limit_other_parties.__wrapped__()
+    manager = ConnManager.__new__(ConnManager)
+    known = Endpoint(CONSOLE, conn_props={DriverParams.PEER_CN.value: LEAD})
+    manager.sfm_endpoints = {CONSOLE: SimpleNamespace(endpoint=known)}
+    connection = MagicMock()
+    connection.conn.get_conn_properties.return_value = {DriverParams.PEER_CN.value: person}
+    with nullcontext() if is_taken else pytest.raises(CommError, match="at a console of lead"):
+        manager.update_endpoint(connection, {HandshakeKeys.ENDPOINT_NAME: CONSOLE})
+    assert bool(taken) == is_taken != connection.conn.close.called
 
 
 @pytest.mark.usefixtures("surviving")

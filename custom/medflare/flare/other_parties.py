@@ -27,8 +27,12 @@ from nvflare.fuel.f3.cellnet.core_cell import CoreCell, make_reply
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType, ReturnCode
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.cellnet.net_manager import NetManager
+from nvflare.fuel.f3.comm_error import CommError
+from nvflare.fuel.f3.drivers.driver_params import DriverParams
 from nvflare.fuel.f3.endpoint import Endpoint
 from nvflare.fuel.f3.message import Message
+from nvflare.fuel.f3.sfm.conn_manager import ConnManager
+from nvflare.fuel.f3.sfm.constants import HandshakeKeys
 from nvflare.fuel.f3.streaming import byte_receiver
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
@@ -178,6 +182,20 @@ def limit_other_parties() -> None:
     ServerCommandAgent._aux_communicate = communicated
     ServerEngine._handle_aux_message = handled
     JobLogReceiver._on_chunk_received = received
+    update = ConnManager.update_endpoint
+
+    def updated(manager: ConnManager, connection: Any, data: dict[str, Any]) -> None:
+        name = FQCN.normalize(data[HandshakeKeys.ENDPOINT_NAME])
+        known = manager.sfm_endpoints.get(name)
+        if known and is_valid_admin_client_name(name):
+            owner = known.endpoint.conn_props.get(DriverParams.PEER_CN.value)
+            person = connection.conn.get_conn_properties().get(DriverParams.PEER_CN.value)
+            if person != owner:
+                connection.conn.close()
+                raise CommError(CommError.BAD_DATA, f"refused: {person} at a console of {owner}")
+        update(manager, connection, data)
+
+    ConnManager.update_endpoint = updated
     # Console commands for which FLARE asks no right: memory and settings of any party's processes.
     NetManager.get_spec = lambda manager: CommandModuleSpec("cellnet", [])
 
