@@ -141,3 +141,10 @@ def test_pipes_are_not_read(tmp_path: Path) -> None:
         read_text(pipe)
     with pytest.raises(FileNotFoundError):
         read_text(tmp_path / "missing.csv")
+
+
+def test_huge_files_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "huge.csv").touch()
+    os.truncate(tmp_path / "huge.csv", 201 * 10**6)
+    with pytest.raises(ValueError, match="201 MB, more than 200 MB"):
+        read_text(tmp_path / "huge.csv")

@@ -11,6 +11,7 @@ from typing import Any
 NAME = 100  # maximum characters of a name
 LONGEST_REASON = 2_000  # characters of an event or an error
 LARGEST_INT = 2**63
+_MOST_MB = 200  # of a file that people write
 Json = Mapping[str, Any]  # a JSON object
 JsonDict = dict[str, Any]  # one that may be changed
 Say = Callable[[str], None]  # takes a line of progress
@@ -124,10 +125,14 @@ def read_text(path: Path) -> str:
     """The text of a file that people write, as editors on all systems save it.
 
     UTF-8 with or without a byte order mark, or UTF-16 with one; line ends are left as they are.
-    ValueError for another encoding, a pipe and a device, OSError if the file cannot be read.
+    ValueError for another encoding, a pipe, a device and more than 200 MB, OSError if the file
+    cannot be read.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError("no file but a pipe or a device")
+    size = path.stat().st_size / 1e6
+    if size > _MOST_MB:
+        raise ValueError(f"{size:.0f} MB, more than {_MOST_MB} MB; split it")
     content = path.read_bytes()
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return content.decode("utf-16")
