@@ -206,6 +206,8 @@ def test_results_and_models_of_the_simulator_are_where_the_plain_loop_has_them(
     [
         (["run", "fedsm", "--set", "rounds=3", "--engine", "local"], "--rounds"),
         (["run", "fedsm", "--sites", "0"], "--sites '0'"),
+        (["run", "fedsm", "--sites", "two"], "--sites 'two' is one name"),
+        (["study", "fedsm", "--sites", "two", "--out", "x"], "--sites 'two' is one name"),
         (["run", "fedsm", "--task", "no-such-task"], "no-such-task"),
         (["resume", "nowhere", "--out", "x"], "--job"),
         (["run", "evaluate"], "--model"),
@@ -247,6 +249,8 @@ def test_a_site_without_data_is_named_with_the_nearest(
         (tmp_path / site / "datalist.json").touch()
     where = ("--data-root", str(tmp_path), "--engine", engine_name)
     assert "'clinic2'" in refused("run", "fedavg", "--sites", "clinic-1,clinic2", *where)
+    outside = refused("run", "fedavg", "--sites", "clinic-1", "--outside", "clinic3", *where)
+    assert "'clinic3'; did you mean clinic-" in outside
     study = refused(
         "study",
         "fedavg",

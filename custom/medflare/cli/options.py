@@ -343,12 +343,18 @@ def default_sites(data_root: Path | None) -> list[str]:
     return [site_name(folder) for folder in site_folders(Path(root).expanduser())]
 
 
-def check_sites(sites: Iterable[str], task: "TaskConfig") -> None:
-    """Raise DataError if a site has no data for a task; call it inside `environment(...)`."""
+def check_sites(sites: Iterable[str], task: "TaskConfig", text: str | None = None) -> None:
+    """Raise DataError if a site has no data for a task, ConfigError if `text`, of --sites, is one
+    name where any name has images; call it inside `environment(...)`.
+    """
     from medflare.data.loading import resolve_data_root
 
-    for site in sites:
-        resolve_data_root(site, task)
+    folders = [resolve_data_root(site, task) for site in sites]
+    if folders == [None] and text and not text.isdecimal():
+        raise ConfigError(
+            f"--sites {text!r} is one name, not a number; give a number, for example 4, "
+            "several names, or --data-root with images of this site"
+        )
 
 
 @contextmanager

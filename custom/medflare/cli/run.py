@@ -322,7 +322,7 @@ def run(
         arguments["track"] = track
     target = out / f"{method.name}-{task.name}-seed{arguments['seed']}"
     with options.environment(data_root=data_root, device=device):
-        options.check_sites(names, task)
+        options.check_sites(names, task, sites)
         values = {name: arguments[name] for name in RUN_SETTINGS if name in arguments}
         check_run(method, task, hyper, run_settings(values))
         if dry_run:

@@ -179,7 +179,7 @@ def run_study(
     cells = cells_of(rows, parse_grid(grid), config, options.task_with)
     draws = _seeds(seeds or _SEEDS)
     with options.environment(data_root=data_root, device=device):
-        options.check_sites(setting.sites, config)
+        options.check_sites(setting.sites, config, sites)
         if figures is not None:
             make_folder(figures, public=True)  # fails before anything is trained
         left_out = list(setting.sites) if leave_one_out else left_out
