@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,6 +68,7 @@ def _served(monkeypatch: pytest.MonkeyPatch, transfer: Path, results: Path) -> N
     monkeypatch.setattr(sessions, "session", opened)
 
 
+PAGES = (".html", ".htm", ".svg")
 FETCH = ("job", "fetch", "fedsm-brain", "--kit", "lead", "--out")
 
 
@@ -87,6 +88,29 @@ def test_a_job_is_fetched_by_its_name_and_shown(
     assert fetch(out) == 0
     assert "COMPLETED" in capsys.readouterr().out
     assert (out / ID / "beside.txt").stat().st_mode & 0o077 == 0
+
+
+def test_pages_of_a_server_are_replaced_by_one_of_its_numbers(
+    tmp_path: Path, results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = tmp_path / "server"
+    shutil.copytree(results, server)
+    for page in ("medflare/report.html", "index.HTM", "medflare/curve.svg"):
+        (server / page).write_text("<script>alert(1)</script>")
+    with (server / "medflare/metrics.jsonl").open("a") as file:
+        file.write('{"cut sho')
+    served = Download(tmp_path / "transfer", server)
+    monkeypatch.setattr(sessions, "session", lambda kit: nullcontext(served))
+    assert fetch(tmp_path / "out") == 0
+    pages = [path for path in (tmp_path / "out").rglob("*.*") if path.suffix.lower() in PAGES]
+    assert [str(page.relative_to(tmp_path / "out" / ID)) for page in pages] == [
+        "medflare/report.html"
+    ]
+    text = (tmp_path / "out" / ID / "medflare/report.html").read_text()
+    assert "<script" not in text and "site-2" in text and "Training loss" in text
+    (server / "medflare/metrics.jsonl").write_text('{"sites": 3}\n')
+    assert fetch(tmp_path / "out") == 1
+    assert not [*(tmp_path / "out").rglob("*.html")]
 
 
 def test_hidden_files_of_a_server_stay_away(

@@ -146,8 +146,8 @@ def watch_job(job: Job, kit: Kit, timeout: float = 0.0, patience: float = 600.0)
 
 
 def fetch_job(job: Job, kit: Kit, out: Path | None = None) -> int:
-    """Download a job's results, readable by this account alone, and show them; exits non-zero if
-    the federation failed.
+    """Download a job's results, readable by this account alone, write their report, and show them;
+    exits non-zero if the federation failed. Pages of the server are left out.
 
     Args:
         out: Folder for the results (default: a folder named by the id)
@@ -156,6 +156,8 @@ def fetch_job(job: Job, kit: Kit, out: Path | None = None) -> int:
         medflare job fetch fedsm-brain_lgg --kit lead@coordination.org --out results
     """
     from medflare.evaluation.console import show_results
+    from medflare.evaluation.report import write_report
+    from medflare.evaluation.results import list_results
     from medflare.flare.jobs.sessions import fetch_job, found_job, id_of, jobs_of, session
 
     _check_certificate(kit)
@@ -166,6 +168,8 @@ def fetch_job(job: Job, kit: Kit, out: Path | None = None) -> int:
             folder = fetch_job(connection, identity, out or Path(identity))
     finally:
         os.umask(mask)
+    for file in list_results(folder):
+        write_report(file.parent)
     return 0 if show_results(folder) else 1
 
 

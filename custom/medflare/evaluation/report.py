@@ -3,20 +3,24 @@ patients, written at each site.
 """
 
 import base64
+import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
+from json import JSONDecodeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from medflare.core.errors import StateError, one_line
 from medflare.core.files import write_atomically, write_json
 from medflare.core.packages import installed
 from medflare.core.palette import structure_colours
-from medflare.core.text import Json, JsonDict, format_seconds
+from medflare.core.text import Json, JsonDict, format_seconds, printable_json
 from medflare.data.datalist import SPLITS
 from medflare.evaluation import presentation as text
 from medflare.evaluation.figures import (
@@ -34,11 +38,13 @@ from medflare.evaluation.results import (
     REPORT_FILE,
     RESULTS_FILE,
     ROLES,
+    ROUNDS_FILE,
     RunRecord,
     SiteRecord,
     build_results,
     defined_mean,
     json_ready,
+    load_results,
     site_results,
 )
 from medflare.tasks import classes
@@ -89,11 +95,37 @@ def write_results(folder: Path, record: RunRecord) -> JsonDict:
     results = build_results(record)
     failed = bool(record.reason)
     write_json(folder / RESULTS_FILE, results, public=not failed)
-    models = {path.name for path in (folder / "models").glob("*")}
-    page = render_report(results, json_ready(record.history), record.pictures, models)
+    page = _page(folder, results, json_ready(record.history), record.pictures)
     private = failed or record.pictures
     write_atomically(folder / REPORT_FILE, page.encode(), public=not private)
     return results
+
+
+def write_report(folder: Path) -> None:
+    """Write report.html of a run from its results.json and metrics.jsonl, for this account alone;
+    StateError if another party wrote other content.
+    """
+    results = load_results(folder)
+    history = []
+    file = folder / ROUNDS_FILE
+    try:
+        for line in file.read_bytes().splitlines() if file.exists() else ():
+            with suppress(JSONDecodeError):  # a line that a crash cut short
+                history.append(printable_json(json.loads(line)))
+        page = _page(folder, results, history)
+    except Exception as error:
+        raise StateError(f"{file}: not the steps of a run: {one_line(error)}") from error
+    write_atomically(folder / REPORT_FILE, page.encode())
+
+
+def _page(
+    folder: Path,
+    results: Json,
+    history: Sequence[Json],
+    pictures: Mapping[str, bytes] | None = None,
+) -> str:
+    models = {path.name for path in (folder / "models").glob("*")}
+    return render_report(results, history, pictures, models)
 
 
 def render_report(

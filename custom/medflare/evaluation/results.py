@@ -459,7 +459,7 @@ def list_results(path: Path) -> list[Path]:
     if (path / RESULTS_FILE).is_file():
         return [path / RESULTS_FILE]
     # Runs of the plain loop, and workspaces of FLARE.
-    files = [*path.glob(f"*/{RESULTS_FILE}"), *path.glob(f"**/{FOLDER}/{RESULTS_FILE}")]
+    files = {*path.glob(f"*/{RESULTS_FILE}"), *path.glob(f"**/{FOLDER}/{RESULTS_FILE}")}
     if not files and (path / "study.html").is_file():
         raise StateError(f"{path}: a study's folder; its tables are in {path / 'study.html'}")
     if not files:

@@ -42,6 +42,8 @@ REFUSALS = (
 ABOUT = "medflare"  # in a job's meta.json: what `job_table` shows of it
 _WAITING = (RunStatus.SUBMITTED, RunStatus.APPROVED, RunStatus.DISPATCHED)
 _COLUMNS = ("name", "id", "state", "method", "rounds", "submitted by", "at", "took", "")
+_PAGES = (".html", ".htm", ".xhtml", ".shtml", ".mhtml", ".xml", ".svg")
+_REPORT = "report.html"  # written after the download, see `report.write_report`
 _ID_LETTERS = 8  # of an id that a list shows
 
 
@@ -233,14 +235,16 @@ def fetch_job(connection: Session, job: str, out: Path) -> Path:
                 "`medflare job list` shows whether it has ended"
             )
         for path in sorted(downloaded.rglob("*")):
-            # Shells and git run what .envrc, .git or, beside a HEAD, config say.
+            # Shells and git run what .envrc, .git or, beside a HEAD, config say, browsers pages.
             runs_code = path.name.startswith(".") or path.name.casefold() == "head"
+            runs_code |= path.suffix.casefold() in _PAGES
             if runs_code and path.is_dir():
                 shutil.rmtree(path)
             elif runs_code:
                 path.unlink(missing_ok=True)  # a folder around it may be gone
         for path in sorted(destination.rglob("*")):
-            if not path.is_dir() and not (downloaded / path.relative_to(destination)).exists():
+            is_ours = path.is_dir() or path.name == _REPORT
+            if not is_ours and not (downloaded / path.relative_to(destination)).exists():
                 raise ConfigError(
                     f"{path} is not among the job's results and would be lost; "
                     "choose another --out, or move it away"
