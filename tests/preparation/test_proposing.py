@@ -50,6 +50,7 @@ def test_classes_by_their_folders(tmp_path: Path) -> None:
         ("cat", "dog"),
     )
     assert (task.channels, task.size, task.network["name"]) == (1, (16, 16), "small_cnn")
+    assert (task.intensity["b_min"], task.intensity["b_max"]) == (-1.0, 1.0), "around 0"
     for choice in plan.choices:
         assert choice.reason
     assert next(

@@ -500,8 +500,8 @@ def _largest_patch(
         size = smaller(size, geometry.median, geometry.spacing)
 
 
-def intensity(sites: Fingerprints, modality: Modality) -> Choice:
-    """The intensity transform."""
+def intensity(sites: Fingerprints, modality: Modality, lowest: float = 0.0) -> Choice:
+    """The intensity transform; `lowest`: what the black of pictures becomes."""
     if modality == "ct":
         return _ct_intensity(sites)
     if modality == "photo" and _have_common_white(sites):
@@ -509,11 +509,11 @@ def intensity(sites: Fingerprints, modality: Modality) -> Choice:
             "name": "ScaleIntensityRange",
             "a_min": 0,
             "a_max": _WHITE,
-            "b_min": 0.0,
+            "b_min": lowest,
             "b_max": 1.0,
             "clip": True,
         }
-        reason = f"photographs: 0 to {_WHITE} becomes 0 to 1, the same for all"
+        reason = f"photographs: 0 to {_WHITE} becomes {lowest:g} to 1, the same for all"
         return Choice("intensity", scale, reason)
     zeros = _mean(sites, [site.zeros for site in sites])
     nonzero = zeros > _MANY_ZEROS

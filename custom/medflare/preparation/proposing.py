@@ -620,8 +620,12 @@ def _size(sites: Fingerprints, dims: int) -> Choice:
 
 
 def _intensity(sites: Fingerprints, modality: Modality) -> Choice:
+    """The intensity transform; a range becomes -1 to 1, as a classifier without normalization
+    layers hardly trains on images of positive numbers alone.
+    """
+    lowest = -1.0
     if modality != "ct":
-        return intensity(sites, modality)
+        return intensity(sites, modality, lowest)
     # Without masks there is no foreground.
     low = min(channel.overall.p0_5 for site in sites for channel in site.channels)
     high = max(channel.overall.p99_5 for site in sites for channel in site.channels)
@@ -629,7 +633,7 @@ def _intensity(sites: Fingerprints, modality: Modality) -> Choice:
         "name": "ScaleIntensityRange",
         "a_min": low,
         "a_max": max(high, low + 1),
-        "b_min": 0.0,
+        "b_min": lowest,
         "b_max": 1.0,
         "clip": True,
     }
