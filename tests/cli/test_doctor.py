@@ -72,6 +72,8 @@ USUAL = template("site", "resources.json")["class_allow_list"]
         ("resources", {"class_allow_list": None}, "FAILED", "resources.json"),
         ("authorization", {"permissions": {"lead": {"byoc": "any"}}}, "warning", "byoc"),
         ("authorization", {"permissions": []}, "FAILED", "authorization.json"),
+        ("comm_config", {"internal": {"scheme": "tcp", "resources": {}}}, "FAILED", "in clear"),
+        ("comm_config", {"internal": {}}, "FAILED", "comm_config.json"),
         ("privacy", {"scopes": []}, "warning", "privacy.json"),
         ("privacy", {"scopes": [1]}, "FAILED", "privacy.json"),
     ],
@@ -84,10 +86,14 @@ def test_the_policies(
     assert _found(site, "policies").status == status and named in _found(site, "policies").text
 
 
-def test_a_key_that_others_can_read(site: Kit) -> None:
+def test_a_key_that_others_can_read_and_files_that_they_can_change(site: Kit) -> None:
     assert _found(site, "keys").status == "ok"
-    (site.folder / "startup").chmod(0o777)
-    assert "chmod 700" in _found(site, "keys").text
+    settings = site.local / "settings.json"
+    settings.touch()
+    for path in (settings, site.local, site.folder, site.folder / "startup"):
+        path.chmod(0o777)
+        assert f"chmod go-w {path}" in _found(site, "keys").text
+        path.chmod(0o755)
     site.key.chmod(0o644)
     assert "chmod 600" in _found(site, "keys").text
     site.key.unlink()

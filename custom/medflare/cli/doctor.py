@@ -94,7 +94,11 @@ def examine(kit: Kit, task: TaskConfig | None = None) -> Iterator[CheckResult]:
 
 def _policies(kit: Kit) -> str:
     """Whether the policies admit medflare's components, and nothing else that runs code."""
-    checks = {"resources.json": _classes, "authorization.json": _code}
+    checks = {
+        "resources.json": _classes,
+        "authorization.json": _code,
+        "comm_config.json": _processes,
+    }
     if kit.kind == "site":
         checks["privacy.json"] = _guard
     for name, check in checks.items():
@@ -108,6 +112,16 @@ def _policies(kit: Kit) -> str:
                 f"{path}: not in the format of FLARE 2.9 ({error!r}); correct it"
             ) from error
     return "jobs may name medflare's components and bring no code"
+
+
+def _processes(kit: Kit, communication: JsonDict) -> None:
+    internal = communication["internal"]
+    is_mutual = internal["resources"].get("connection_security") == "mtls"
+    if internal["scheme"] != "shared-file" and not is_mutual:
+        raise ConfigError(
+            f"the processes of {kit.name} talk in clear, and other accounts of this machine in its "
+            f"name; run medflare site setup {kit.folder}"
+        )
 
 
 def _code(kit: Kit, authorization: JsonDict) -> None:
@@ -166,9 +180,10 @@ def _keys(kit: Kit) -> str:
         raise ConfigError(
             f"other accounts can read {kit.key} and act as {kit.name}; chmod 600 {kit.key}"
         )
-    startup = kit.folder / "startup"
-    if stat.S_IMODE(startup.stat().st_mode) & 0o022:
-        raise ConfigError(f"other accounts can change {startup}; chmod 700 {startup}")
+    folders = (kit.folder, kit.folder / "startup", kit.local)
+    for path in (*folders, *kit.local.iterdir()):
+        if stat.S_IMODE(path.stat().st_mode) & 0o022:
+            raise ConfigError(f"other accounts can change {path}; chmod go-w {path}")
     return "only this account can read the private key"
 
 
