@@ -1,5 +1,6 @@
 """Public data sets as they are downloaded: each is read as it is meant, or asked about."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import nibabel
 import numpy as np
 import pytest
 
-from helpers.downloaded_folders import classes, mask, picture
+from helpers.downloaded_folders import classes, mask, picture, table
 from preparation.dataset_import.test_segmentation_layouts import error_of, imported
 
 
@@ -156,3 +157,28 @@ def test_two_sizes_of_the_same_pictures_are_asked_about(tmp_path: Path) -> None:
     assert remedy in error_of(tmp_path)
     assert remedy in imported(tmp_path, kind="classification").render()
     assert remedy not in imported(tmp_path, leave_out=("kneeKL16",), force=True).render()
+
+
+def test_lists_of_splits_may_have_numbers(tmp_path: Path) -> None:
+    """As of TG3K; before, its splits were not seen."""
+    for number in range(14):
+        picture(tmp_path / "image" / f"{number:04}.png", 60 + number)
+        mask(tmp_path / "mask" / f"{number:04}.png")
+    split = {"train": [*range(9)], "val": [9, 10], "test": [11, 12, 13]}
+    (tmp_path / "trainval.json").write_text(json.dumps(split))
+    for item in imported(tmp_path).sites[""]:
+        key = {"training": "train", "validation": "val"}.get(item.split, item.split)
+        assert int(item.first.stem) in split[key]
+
+
+def test_a_table_of_the_images_of_a_split_is_no_list(tmp_path: Path) -> None:
+    """As of HC18, whose test images have the names of training images, and no masks."""
+    for split in ("training_set", "test_set"):
+        rows = []
+        for number in range(10):
+            picture(tmp_path / split / f"{number:03}_HC.png", 60 + number + len(split))
+            if split == "training_set":
+                mask(tmp_path / split / f"{number:03}_HC_Annotation.png")
+            rows.append((f"{number:03}_HC.png", number / 10))
+        table(tmp_path / f"{split}_pixel_size.csv", ("filename", "pixel size(mm)"), *rows)
+    assert len(imported(tmp_path).dataset.items) == 10

@@ -46,7 +46,8 @@ def with_listed_splits(
             lists_of[path] = lists
     tables = []
     for table in unused:
-        if _names_split(table.path, images) or _split_columns(table):
+        named_so = _names_split(table.path, images) and not _is_of_its_folder(table)
+        if named_so or _split_columns(table):
             tables.append(table)
     if not lists_of and len(tables) == 1 and _is_of_objects(tables[0]):
         tables = []
@@ -113,6 +114,16 @@ def _is_of_objects(table: ImageTable) -> bool:
     return not any(texts.is_unique for _, texts in table.frame.items())
 
 
+def _is_of_its_folder(table: ImageTable) -> bool:
+    """Whether a table that is called like a split names images in folders of this split."""
+    names = table.folder.names
+    for _, cells in table.frame.items() if table.header else ():
+        images = table.named_by(cells)
+        if images:
+            return all(names[image].split == table.split for image in images)
+    return False
+
+
 def _split_columns(table: ImageTable) -> list[str]:
     """The columns with a usual name of splits."""
     return usual_columns(WORDS["column"]["split"], table.header)
@@ -131,6 +142,7 @@ def _listed_names(path: Path, images: set[str], folders: set[str]) -> dict[str, 
             content = read_text(path).splitlines()
     if isinstance(content, list):
         content = {first_split(path.stem): content}
+    name_of = {name.lstrip("0"): name for name in images if name.isdecimal()}
     names = defaultdict(set)
     for key, entries in content.items() if isinstance(content, dict) else ():
         split = split_name(key)
@@ -140,6 +152,8 @@ def _listed_names(path: Path, images: set[str], folders: set[str]) -> dict[str, 
             for file in files if isinstance(files, list) else [files]:
                 listed = path.parent / composed(str(file).strip()).replace("\\", "/")
                 name = stem(listed)
+                if name not in images and name.isdecimal():  # 7 for 0007.png
+                    name = name_of.get(name.lstrip("0"), name)
                 if name in images and (listed.parent.name in folders or not listed.exists()):
                     names[split].add(name)
                     names["fold" if "fold" in fields else split].add(name)
