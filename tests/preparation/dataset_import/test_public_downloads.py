@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import nibabel
@@ -157,6 +158,45 @@ def test_two_sizes_of_the_same_pictures_are_asked_about(tmp_path: Path) -> None:
     assert remedy in error_of(tmp_path)
     assert remedy in imported(tmp_path, kind="classification").render()
     assert remedy not in imported(tmp_path, leave_out=("kneeKL16",), force=True).render()
+
+
+@pytest.mark.parametrize("inner", ["{cls}/{part}", "{part}"])
+def test_pictures_that_are_all_called_like_masks_by_a_folder(inner: str, tmp_path: Path) -> None:
+    """As of EBHI-SEG, and of MoNuSeg."""
+    picture(tmp_path / "cover" / "1.png", 200)
+    for number in range(8):
+        home = tmp_path / "EBHI-SEG" / inner.format(cls="ab"[number % 2], part="image")
+        picture(home / f"{number}.png", 60 + number)
+        if "cls" in inner:
+            mask(home.parent / "label" / f"{number}.png", (255,))
+    if "cls" in inner:
+        assert len(imported(tmp_path, skip=True).dataset.items) == 8
+    shutil.rmtree(tmp_path / "cover")
+    for number in range(8):
+        picture(tmp_path / "EBHI-SEG-test" / f"{number}b.png", 60 + number)
+    if "cls" not in inner:
+        text = error_of(tmp_path)
+        assert "all 16 pictures are called as masks are" in text and "rename their folder" in text
+
+
+@pytest.mark.parametrize("channel", ["brainmask", "BrainExtractionMask"])
+def test_a_mask_of_the_brain_is_no_channel(channel: str, tmp_path: Path) -> None:
+    """As of 3D-MR-MS."""
+    for patient in range(6):
+        home = tmp_path / f"patient{patient:02}"
+        for name in ("FLAIR", "T1W", channel, "consensus_gt"):
+            volume(
+                home / f"{home.name}_{name}.nii.gz",
+                9 * patient,
+                two="m" in name or "M" in name or "gt" in name,
+            )
+    text = error_of(tmp_path)
+    assert f"patient00_{channel}.nii.gz would be a channel" in text
+    (pattern,) = re.findall("--leave-out '([^']+)'", text)
+    report = imported(tmp_path, leave_out=(channel and f"*_{channel}.nii.gz",))
+    assert [*report.dataset.channels.values()] == ["flair", "t1w"]
+    assert pattern == f"*{channel.lower()}*"
+    assert len(imported(tmp_path, kind="segmentation", force=True).dataset.channels) == 3
 
 
 def test_lists_of_splits_may_have_numbers(tmp_path: Path) -> None:

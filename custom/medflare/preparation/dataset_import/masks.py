@@ -104,6 +104,7 @@ def pair_masks(folder: ImageFolder, options: ImportOptions) -> Dataset:
             "list them in a table"
         )
     _refuse_slices_beside_volumes(folder, items)
+    _refuse_masks_as_channels(folder, items, channels if not options.kind else ())
     has_test = any(item.split == "test" for item in items)
     unlabelled = 0
     for path in without:
@@ -136,6 +137,21 @@ def pair_masks(folder: ImageFolder, options: ImportOptions) -> Dataset:
         (*missing, *missing_images),
         structure="" if labels else _structure_of(folder),
     )
+
+
+def _refuse_masks_as_channels(
+    folder: ImageFolder, items: Sequence[Item], channels: Sequence[str]
+) -> None:
+    """Raise DataError for a channel whose files have two values, as a mask of the brain."""
+    for number, channel in enumerate(channels):
+        files = [item.files[number] for item in items]
+        first = [file for file in files if file][:SAMPLE_SIZE]
+        if len(channels) > 1 and are_masks(first):
+            raise DataError(
+                f"{folder.root}: {folder.relative(first[0])} would be a channel, {channel}, and "
+                "has two values, as masks have; if it is one, leave such files out, as with "
+                f"--leave-out {shlex.quote(f'*{channel}*')}; otherwise give --kind segmentation"
+            )
 
 
 def _refuse_slices_beside_volumes(folder: ImageFolder, items: Iterable[Item]) -> None:
@@ -218,7 +234,11 @@ def _without_pairs(folder: ImageFolder, masks: Sequence[Path], images: Sequence[
         )
     problem = f"none of {len(masks)} masks belongs to an image by its name"
     remedy = "rename them"
-    if images:
+    if not images:
+        problem = f"all {len(masks)} pictures are called as masks are, as "
+        problem += folder.relative(masks[0])
+        remedy = "if they are images, rename their folder"
+    else:
         problem += f", as {folder.relative(masks[0])} beside {folder.relative(images[0])}"
         remedy += f", as {stem(images[0])}_mask{suffix(masks[0])} for the mask of this image"
     return (
