@@ -222,3 +222,11 @@ def test_a_table_of_the_images_of_a_split_is_no_list(tmp_path: Path) -> None:
             rows.append((f"{number:03}_HC.png", number / 10))
         table(tmp_path / f"{split}_pixel_size.csv", ("filename", "pixel size(mm)"), *rows)
     assert len(imported(tmp_path).dataset.items) == 10
+
+
+def test_archives_beside_folders_of_sites_are_named(tmp_path: Path) -> None:
+    for site in "AB":
+        classes(tmp_path / "raw" / site)
+    (tmp_path / "raw" / "C.zip").write_bytes(b"PK")
+    report = imported(tmp_path / "raw", site_folders=True, out=tmp_path / "out")
+    assert "files to unpack: 1, the first: C.zip" in report.render()

@@ -43,6 +43,7 @@ from medflare.preparation.dataset_import.folders import (
     check_patterns,
     is_system_folder,
     is_table,
+    lines_of_unread,
     prefixed,
     scan_folder,
     walk,
@@ -192,7 +193,8 @@ def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> D
     if len(only) == 1 and not (missing and not options.skip) and not options.site_folders:
         raise DataError(
             f"{root}: all images are of the class {only.pop()}; give images of another; if other "
-            "sites have them, --classes with the names of all; if an empty cell means none, write 0"
+            "sites have them, --classes with the names of all; if an empty cell means none, write "
+            "0; if folders tell the classes, leave the table out with --leave-out"
         )
     if missing and not (options.skip and dataset.items):
         listed = len(missing) + len(dataset.items)
@@ -516,7 +518,7 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
     reports = _for_each(of_site, with_splits)
     sites = {}
     of_warning = defaultdict(list)  # warning -> its sites
-    notes = []
+    notes = lines_of_unread([*root.iterdir()], root)
     missing = []
     guessed = ""
     first_site, first = next(iter(datasets.items()))

@@ -250,7 +250,7 @@ def scan_folder(
     notes += _line_of_files("localizers, screen saves and dose reports", aside, root)
     if others:
         notes.append(_line_of_objects(others, root))
-    notes += _not_read(all_files, root)
+    notes += lines_of_unread(all_files, root)
     notes += tables
     if not images:
         raise _without_image(root, [*notes, *unreadable[:1]], one_site=all_sites is not None)
@@ -372,7 +372,7 @@ def _line_of_objects(kinds: Mapping[Path, str], root: Path) -> str:
     return f"{line}; the first: {next(iter(kinds)).relative_to(root).as_posix()}"
 
 
-def _not_read(files: Iterable[Path], root: Path) -> list[str]:
+def lines_of_unread(files: Iterable[Path], root: Path) -> list[str]:
     """A line for each kind of files that have to be converted or unpacked."""
     lines = []
     read = image_suffixes()  # also those of extensions
