@@ -160,6 +160,15 @@ def test_two_sizes_of_the_same_pictures_are_asked_about(tmp_path: Path) -> None:
     assert remedy not in imported(tmp_path, leave_out=("kneeKL16",), force=True).render()
 
 
+def test_folders_of_classes_beside_other_pictures_are_named(tmp_path: Path) -> None:
+    """As of BACH, once its kind is given."""
+    classes(tmp_path / "Photos", names=("Benign", "InSitu"))
+    picture(tmp_path / "WSI" / "A01.png")
+    picture(tmp_path / "WSI" / "A02.png")
+    text = imported(tmp_path, kind="classification").render()
+    assert "if Benign, InSitu are the classes, give the folder Photos" in text
+
+
 @pytest.mark.parametrize("inner", ["{cls}/{part}", "{part}"])
 def test_pictures_that_are_all_called_like_masks_by_a_folder(inner: str, tmp_path: Path) -> None:
     """As of EBHI-SEG, and of MoNuSeg."""
@@ -222,6 +231,14 @@ def test_a_table_of_the_images_of_a_split_is_no_list(tmp_path: Path) -> None:
             rows.append((f"{number:03}_HC.png", number / 10))
         table(tmp_path / f"{split}_pixel_size.csv", ("filename", "pixel size(mm)"), *rows)
     assert len(imported(tmp_path).dataset.items) == 10
+
+
+@pytest.mark.parametrize("name", ["augmented", "original", "Resized"])
+def test_a_folder_of_versions_is_no_class_without_a_question(name: str, tmp_path: Path) -> None:
+    classes(tmp_path, names=("cat", "dog"))
+    classes(tmp_path, names=(name,))
+    assert f"is {name} a class, beside cat, dog?" in error_of(tmp_path)
+    assert len(imported(tmp_path, kind="classification").dataset.labels) == 3
 
 
 def test_archives_beside_folders_of_sites_are_named(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ LAYOUTS = (
 _IMAGES_OF_CLASS = 2.5  # folders with fewer, in the mean, are probably patients
 _MOST_GRADES = 7  # folders called 0, 1, ...; more may be patients (BI-RADS has 0 to 6)
 _PATIENT_WORDS = {*WORDS["column"]["patient"], *WORDS["column"]["case"]}
+_VERSIONS = frozenset(WORDS["version"])
 # Words before the numbers of classes.
 _GRADES = {*WORDS["label_column_end"], *WORDS["numbered_class"]}
 
@@ -93,8 +94,8 @@ def class_folders(
                 f"{folder.root}: {name} repeats the class folders {' and '.join(same)}; if "
                 f"{name} is a split, rename it train, val or test; otherwise take it out"
             )
+    notes = _two_levels(folder, inner, confirmed=confirmed)
     if not confirmed:
-        _refuse_two_levels(folder, inner)
         _refuse_patients(folder, names, below)
         _refuse_no_classes(folder, names)
     refuse_variants(names, f"{folder.root}: the class folders")
@@ -107,7 +108,8 @@ def class_folders(
         _refuse_masks_of_classes(folder, names, below)
         _refuse_other_groups(folder, names, in_classes)
         _refuse_classes_of_splits(folder, names, in_classes, below)
-    return _classes_at(0, folder, below, names, "a folder per class")
+    dataset = _classes_at(0, folder, below, names, "a folder per class")
+    return replace(dataset, notes=tuple(notes))
 
 
 def _once(below: Mapping[Path, list[str]]) -> dict[Path, list[str]]:
@@ -338,19 +340,26 @@ def _refuse_sites(folder: ImageFolder, inner: Mapping[str, Collection[str]]) -> 
         )
 
 
-def _refuse_two_levels(folder: ImageFolder, inner: Mapping[str, Collection[str]]) -> None:
-    """Raise DataError if one folder holds several that may be the classes, and another images
-    alone, as dataset/benign, dataset/malignant and figures; `inner`: folder -> those in it.
+def _two_levels(
+    folder: ImageFolder, inner: Mapping[str, Collection[str]], *, confirmed: bool
+) -> list[str]:
+    """A line, or a DataError if not `confirmed`, that one folder holds several that may be the
+    classes, and another images alone, as dataset/benign, dataset/malignant and figures.
+
+    `inner`: folder -> those in it.
     """
     without = [name for name, folders in inner.items() if not folders]
     for name, folders in sorted(inner.items()):
         if without and len(folders) > 1 and not any(map(_may_be_patient, folders)):
             listed = _first_of(sorted(folders))
-            raise DataError(
-                f"{folder.root}: {name} holds the folders {listed}, {without[0]} holds images; if "
-                f"{listed} are the classes, give the folder {name}; if {name} and {without[0]} "
-                "are, give --kind classification"
+            line = (
+                f"{name} holds the folders {listed}, {without[0]} holds images; if {listed} are "
+                f"the classes, give the folder {name}"
             )
+            if not confirmed:
+                raise DataError(f"{folder.root}: {line}; otherwise give --kind classification")
+            return [line]
+    return []
 
 
 def _refuse_no_classes(folder: ImageFolder, names: Sequence[str]) -> None:
@@ -361,11 +370,13 @@ def _refuse_no_classes(folder: ImageFolder, names: Sequence[str]) -> None:
             f"{folder.root}: {is_a_class(photographs[:1], names)} if some folders hold "
             "masks, give a table with --mask-column; otherwise give --kind classification"
         )
-    without = ungraded(names)
+    versions = [name for name in names if words(name) and _VERSIONS.issuperset(words(name))]
+    without = ungraded(names) or versions
     if without:
         raise DataError(
             f"{folder.root}: {is_a_class(without, names)} if its images are not "
-            "graded, take the folder out; otherwise give --kind classification"
+            "graded, take the folder out, and also if they are versions or masks of others; "
+            "otherwise give --kind classification"
         )
 
 
