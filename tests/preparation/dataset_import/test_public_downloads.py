@@ -9,7 +9,8 @@ import nibabel
 import numpy as np
 import pytest
 
-from helpers.downloaded_folders import classes, mask, picture, table
+from helpers.downloaded_folders import classes, mask, pairs, picture, table
+from medflare.preparation.dataset_import.options import Columns
 from preparation.dataset_import.test_segmentation_layouts import error_of, imported
 
 
@@ -160,6 +161,32 @@ def test_two_sizes_of_the_same_pictures_are_asked_about(tmp_path: Path) -> None:
     assert remedy not in imported(tmp_path, leave_out=("kneeKL16",), force=True).render()
 
 
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_cover_beside_the_folder_of_the_images_is_no_image(masks: bool, tmp_path: Path) -> None:
+    """As of Kvasir-SEG, whose folder made masks of all images; and of BUSI."""
+    picture(tmp_path / "cover.png", 200)
+    if masks:
+        pairs(tmp_path / "Kvasir-SEG", image="images/{n}.png", label="masks/{n}.png")
+    else:
+        classes(tmp_path / "Dataset_BUSI", names=("benign", "malignant"))
+        mask(tmp_path / "Dataset_BUSI" / "benign" / "p00_0_mask.png")
+    kind = "segmentation" if masks else "classification"
+    assert "leave the file out with --leave-out cover.png" in error_of(tmp_path, kind=kind)
+    for options in ({"skip": True}, {"leave_out": ("cover.png",)}):
+        report = imported(tmp_path, kind=kind, force=True, **options)
+        assert len(report.sites[""]) == (10 if masks else 40)
+        assert "cover.png" in report.render()
+    assert [*report.dataset.labels.values()] == ([] if masks else ["benign", "malignant"])
+
+
+def test_the_image_of_many_structures_is_no_cover(tmp_path: Path) -> None:
+    picture(tmp_path / "ct.png", 200)
+    for number in range(12):
+        mask(tmp_path / "segmentations" / f"rib{number}_.png")
+        mask(tmp_path / "segmentations" / f"liver{number}x.png")
+    assert "--leave-out ct.png" not in error_of(tmp_path)
+
+
 def test_folders_of_classes_beside_other_pictures_are_named(tmp_path: Path) -> None:
     """As of BACH, once its kind is given."""
     classes(tmp_path / "Photos", names=("Benign", "InSitu"))
@@ -208,6 +235,41 @@ def test_a_mask_of_the_brain_is_no_channel(channel: str, tmp_path: Path) -> None
     assert len(imported(tmp_path, kind="segmentation", force=True).dataset.channels) == 3
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("labels/final/{n}", "labels/original/{n}"),
+        ("Manual_Segmentations/{n}_manual_orig", "Mask_images/{n}_mask_orig"),
+    ],
+)
+def test_versions_and_fields_of_view_are_no_structures(
+    names: tuple[str, str], tmp_path: Path
+) -> None:
+    """As of MONAI Label, and of DR HAGIS."""
+    for number in range(6):
+        picture(tmp_path / "Fundus" / f"{number}.png", 60 + number)
+        for name in names:
+            mask(tmp_path / f"{name.format(n=number)}.png", (255,))
+    text = error_of(tmp_path)
+    assert "structures? if so, give --kind segmentation" in text and "or versions" in text
+
+
+def test_masks_are_not_the_images_of_a_table(tmp_path: Path) -> None:
+    """As of PI-CAI, whose images are .mha files."""
+    rows = []
+    for number in range(8):
+        volume(tmp_path / "picai_labels" / "lesions" / f"1{number:02}.nii.gz", number, two=True)
+        (tmp_path / "images").mkdir(exist_ok=True)
+        (tmp_path / "images" / f"1{number:02}.mha").write_bytes(b"NDims = 3")
+        rows.append((f"1{number:02}", ("NO", "YES")[number % 2]))
+    picture(tmp_path / "docs" / "figure.png")
+    table(tmp_path / "marksheet.csv", ("image", "case_csPCa"), *rows)
+    text = error_of(tmp_path, columns=Columns(label="case_csPCa"))
+    assert "have two values, as masks have" in text and "save as NIfTI: 8" in text
+    options = {"columns": Columns(label="case_csPCa"), "kind": "classification"}
+    assert len(imported(tmp_path, **options).dataset.items) == 8
+
+
 def test_lists_of_splits_may_have_numbers(tmp_path: Path) -> None:
     """As of TG3K; before, its splits were not seen."""
     for number in range(14):
@@ -233,12 +295,86 @@ def test_a_table_of_the_images_of_a_split_is_no_list(tmp_path: Path) -> None:
     assert len(imported(tmp_path).dataset.items) == 10
 
 
+def test_training_images_without_a_row_are_named(tmp_path: Path) -> None:
+    """As of C-NMC, whose training images lie in folders of classes."""
+    classes(tmp_path / "training_data" / "fold_0", names=("all", "hem"))
+    rows = []
+    for number in range(6):
+        rows.append((f"{number}.bmp", number % 2))
+        picture(tmp_path / "validation_data" / "prelim" / f"{number}.bmp", 60 + number)
+    table(tmp_path / "validation_data" / "labels.csv", ("name", "labels"), *rows)
+    text = error_of(tmp_path)
+    assert "40 training images have no row" in text and "--leave-out" in text
+
+
+@pytest.mark.parametrize("order", ["{split}{cls}/{part}", "{part}/{split}{cls}"])
+@pytest.mark.parametrize("split", ["", "Training400/"])
+def test_folders_of_classes_above_images_and_masks_are_named(
+    order: str, split: str, tmp_path: Path
+) -> None:
+    """As of the COVID-19 Radiography Database, and of REFUGE."""
+    for cls in ("COVID", "Normal"):
+        for part in ("images", "masks"):
+            draw = picture if part == "images" else mask
+            for number in range(6):
+                home = tmp_path / order.format(split=split, cls=cls, part=part)
+                draw(home / f"{cls}-{number}.png")
+    text = imported(tmp_path).render()
+    assert "folders COVID, Normal are not used; if they are classes, give --kind class" in text
+    assert "are not used; if" not in imported(tmp_path, kind="segmentation", force=True).render()
+    report = imported(tmp_path, kind="classification", force=True)
+    assert [*report.dataset.labels.values()] == ["COVID", "Normal"]
+
+
+@pytest.mark.parametrize("tabled", [False, True])
+def test_masks_of_images_that_cannot_be_read_are_no_images(tabled: bool, tmp_path: Path) -> None:
+    for number in range(8):
+        name = "ab"[number % 2]
+        for file in (f"Labels/P{number}", f"masks/{name}/{number}"):
+            mask(tmp_path / str(tabled) / f"{file}.png")
+        (tmp_path / f"{number}.mha").write_bytes(b"NDims = 3")
+    shutil.rmtree(tmp_path / str(tabled) / ("masks" if tabled else "Labels"))
+    shutil.rmtree(tmp_path / "other", ignore_errors=True)
+    if tabled:
+        rows = [(f"P{number}", "ab"[number % 2]) for number in range(8)]
+        table(tmp_path / "findings.csv", ("patient", "label"), *rows)
+    text = error_of(tmp_path)
+    assert "all images have two values, as masks have" in text and "save as NIfTI: 8" in text
+
+
 @pytest.mark.parametrize("name", ["augmented", "original", "Resized"])
 def test_a_folder_of_versions_is_no_class_without_a_question(name: str, tmp_path: Path) -> None:
     classes(tmp_path, names=("cat", "dog"))
     classes(tmp_path, names=(name,))
     assert f"is {name} a class, beside cat, dog?" in error_of(tmp_path)
     assert len(imported(tmp_path, kind="classification").dataset.labels) == 3
+
+
+def test_a_table_of_sites_describes_images_in_folders_of_classes(tmp_path: Path) -> None:
+    rows = []
+    for number in range(24):
+        rows.append((f"{number:02}.png", "AB"[number // 12]))
+        picture(tmp_path / "raw" / "ab"[number % 2] / f"{number:02}.png", 60 + number)
+    table(tmp_path / "raw" / "sites.csv", ("image", "site"), *rows)
+    options = {"columns": Columns(site="site"), "out": tmp_path / "out"}
+    assert "give --kind classification" in error_of(tmp_path / "raw", **options)
+    report = imported(tmp_path / "raw", kind="classification", **options)
+    assert {site: len(items) for site, items in report.sites.items()} == {"A": 12, "B": 12}
+    assert [*report.dataset.labels.values()] == ["a", "b"]
+
+
+def test_a_table_of_one_class_beside_folders_of_classes_may_be_left_out(tmp_path: Path) -> None:
+    """As a sample of a submission."""
+    for split in ("train", "val"):
+        classes(tmp_path / split)
+    for number in range(4):
+        picture(tmp_path / "test_images" / f"{number}.png", 60 + number)
+    rows = [(f"{number}.png", "cat") for number in range(4)]
+    file = table(tmp_path / "sample_submission.csv", ("id", "label"), *rows)
+    text = error_of(tmp_path)
+    assert "leave the table out with --leave-out" in text
+    report = imported(tmp_path, leave_out=(file.name,), skip=True)
+    assert len(report.dataset.items) == 80
 
 
 def test_archives_beside_folders_of_sites_are_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from itertools import combinations, takewhile
 from pathlib import Path
 
 from medflare.core.errors import ConfigError, DataError
-from medflare.data.reading import stem
+from medflare.data.reading import PICTURES, stem, suffix
 from medflare.preparation.dataset_import.chosen_structures import with_chosen_structures
 from medflare.preparation.dataset_import.class_folders import class_folders
 from medflare.preparation.dataset_import.columns import (
@@ -21,6 +21,7 @@ from medflare.preparation.dataset_import.columns import (
 )
 from medflare.preparation.dataset_import.folders import (
     MAX_CLASSES,
+    NEARLY_ALL,
     Dataset,
     ImageFolder,
     common_folder,
@@ -40,6 +41,8 @@ from medflare.preparation.dataset_import.masks import (
     refuse_masks_of_slices,
 )
 from medflare.preparation.dataset_import.names import (
+    IMAGE_WORDS,
+    MASK_WORDS,
     WORDS,
     first_split,
     parse_name,
@@ -62,6 +65,7 @@ from medflare.preparation.dataset_import.tables import (
 )
 
 _VERSIONS = frozenset(WORDS["version"])
+_NO_STRUCTURE = IMAGE_WORDS | MASK_WORDS.union(WORDS["no_structure"], WORDS["version"])
 _COPIES = frozenset(WORDS["copy"])
 _START = 2**16  # bytes of a file that tell copies from others
 
@@ -77,7 +81,7 @@ def find_dataset(
     columns = options.columns
     folder, tables = _with_patients_of_tables(folder, options)
     used = [table for table in tables if table.problem is None]
-    describes = _related(tables) and folder.masks and not (columns.label or columns.mask)
+    describes = _related(tables) and not (columns.label or columns.mask)
     requested = options.table is not None or columns != GUESSED
     if requested and len(tables) == 1 and not describes:
         used = tables
@@ -94,6 +98,7 @@ def find_dataset(
         dataset = _by_tables(folder, options, used, others)
     else:
         dataset = _by_names(folder, options, tables)
+    _refuse_masks_as_images(folder, dataset, options)
     notes = [*prefixed("not used", _problems(others)), *dataset.notes]
     if options.table is not None:
         with_columns = [table.path for table in others]
@@ -174,6 +179,7 @@ def _by_tables(
     for table in _related((*tables, *others)):
         if {*dataset.labelled_by} <= {*table.header}:
             raise DataError(f"{table.problem}, or choose one table with --table")
+    _refuse_without_training(folder, dataset)
     dataset = _described_by(dataset, [table for table in others if table.may_be_related], options)
     _refuse_part(folder, tables, problems)
     if not options.redraw:
@@ -182,6 +188,36 @@ def _by_tables(
             refuse_split_tables(folder, tables, [table for table in others if table.problem])
             refuse_flags_of_splits(tables)
     return dataset
+
+
+def _refuse_masks_as_images(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> None:
+    """Raise DataError if the images of classes are called as masks are, and look so."""
+    images = [item.first for item in dataset.items]
+    if dataset.kind == "segmentation" or options.kind:
+        return
+    called_so = all(parse_name(image.relative_to(folder.root)).mask for image in images)
+    if called_so and are_masks(images):
+        found = (
+            f"{folder.root}: all images have two values, as masks have, as "
+            f"{folder.relative(images[0])}; if they are the images, give --kind classification"
+        )
+        raise DataError("; ".join((found, *folder.notes)))
+
+
+def _refuse_without_training(folder: ImageFolder, dataset: Dataset) -> None:
+    """Raise DataError if tables are of validation, and images in a folder of training have no
+    row.
+    """
+    used = {item.first for item in dataset.items}
+    others = [image for image in folder.images if image not in used]
+    of_training = [image for image in others if folder.names[image].split == "training"]
+    splits = {folder.names[image].split for image in used}
+    if of_training and "validation" in splits and splits <= {"validation", "test"}:
+        raise DataError(
+            f"{folder.root}: {len(of_training)} training images have no row, the first: "
+            f"{folder.relative(of_training[0])}; add their rows, or if their folders tell the "
+            "labels, leave the table out with --leave-out"
+        )
 
 
 def _with_requested_columns(folder: ImageFolder, options: ImportOptions) -> list[ImageTable]:
@@ -224,6 +260,7 @@ def _by_names(folder: ImageFolder, options: ImportOptions, tables: Sequence[Imag
     classes beside tables of these images, without a kind.
     """
     kind = options.kind
+    folder, missing = _without_loose(folder, skip=options.skip)
     related = _related(tables)
     with_labels = [t for t in related if not isinstance(t.problem, UnlabelledTableError)] or related
     _refuse_versions(folder)
@@ -262,7 +299,43 @@ def _by_names(folder: ImageFolder, options: ImportOptions, tables: Sequence[Imag
             f"{folder.relative(strange[0])}; rename its folder train, val or test, take it out, or "
             f"{remedy}"
         )
-    return dataset
+    notes = [] if kind else _line_of_classes(folder, dataset)
+    return replace(dataset, notes=(*dataset.notes, *notes), missing=(*missing, *dataset.missing))
+
+
+def _line_of_classes(folder: ImageFolder, dataset: Dataset) -> list[str]:
+    """A line about folders above images and masks that may be classes."""
+    images = [item.first for item in dataset.items]
+    images = [image for image in images if folder.names[image].split == "training"] or images
+    with suppress(DataError):
+        if dataset.kind == "segmentation":
+            names = class_folders(folder, images, confirmed=False).labels.values()
+            line = f"the folders {shortened([*names])} are not used; if they are classes, give"
+            return [f"{line} --kind classification, if sites, --site-folders"]
+    return []
+
+
+def _without_loose(folder: ImageFolder, *, skip: bool) -> tuple[ImageFolder, list[str]]:
+    """The folder without a few pictures beside the folders of all other images, as a cover, and a
+    line for each; DataError unless one may `skip` them.
+    """
+    images = [image for image in folder.images if not folder.names[image].mask]
+    common = common_folder(folder.images)
+    loose = [image for image in images if image.parent == common]
+    names = Counter(name.name for name in folder.names.values())
+    alone = all(names[folder.names[image].name] == 1 for image in loose)
+    few = 0 < len(loose) <= (1 - NEARLY_ALL) * len(images)
+    if not (few and alone and suffix(loose[0]) in PICTURES):
+        return folder, []
+    others = [image for image in folder.images if image not in loose]
+    if not skip:
+        raise DataError(
+            f"{folder.root}: {folder.relative(loose[0])} is beside the folder "
+            f"{others[0].relative_to(common).parts[0]} of other images; give this folder, or leave "
+            f"the file out with --leave-out {shlex.quote(loose[0].name)}"
+        )
+    lines = [f"{folder.relative(image)}: beside the folders of other images" for image in loose]
+    return replace(folder, images=tuple(others)), lines
 
 
 def _shared_columns(folder: ImageFolder) -> list[str]:
@@ -468,7 +541,11 @@ def _refuse_readers(dataset: Dataset, folder: ImageFolder) -> None:
             name_of_all = re.sub(r"\d+(st|nd|rd|th)?", "", name).strip(" _-")
         names_of[name_of_all].append(name)
     several = max(names_of.values(), key=len, default=[])
-    if len(several) > 1 and len(names_of) <= 2:
+    unnamed = [name for name in dataset.labels.values() if _NO_STRUCTURE.issuperset(words(name))]
+    if len(several) < 2 or len(names_of) > 2:
+        others = [name for name in dataset.labels.values() if name not in unnamed]
+        several = [*unnamed, *others] if unnamed else []
+    if len(several) > 1:
         kept, other = (
             [item.masks[row] for item in dataset.items]
             for row, name in enumerate(dataset.labels.values())
@@ -477,8 +554,8 @@ def _refuse_readers(dataset: Dataset, folder: ImageFolder) -> None:
         pattern = f", as with --leave-out {shlex.quote(_pattern_of(other, kept))}" if kept else ""
         raise DataError(
             f"{folder.root}: are {shortened(several)} structures? if so, give --kind segmentation; "
-            f"if they are of several readers, use one and leave the others out{pattern}; if they "
-            "are of several objects, unite them"
+            "if they are of several readers or versions, use one and leave the others out"
+            f"{pattern}; if they are of several objects, unite them"
         )
 
 
