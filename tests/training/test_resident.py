@@ -79,7 +79,7 @@ def test_images_of_every_round_are_moved_once(
     site = squares.site()
     for round in range(2):
         assert len(list(site.batches("train", round))) == 2
-        for split in ("training", "validation", "test"):
+        for split in ("train", "validation", "test"):
             assert list(site.ordered(split))
     assert moved == ([site.data.train, site.data.validation] if free else [])
 

@@ -97,7 +97,7 @@ def test_a_download_becomes_sites(name: str, tmp_path: Path) -> None:
     )
     task = load_task({**load_task(TASKS[name]).to_dict(), **SMALL[preparation.kind]})
     site = open_site(min(prepared.sites), task, seed=0, role="inside", data_root=tmp_path / "DATA")
-    assert all(len(site.data.split(split)) for split in ("training", "validation", "test"))
+    assert all(len(site.data.split(split)) for split in ("train", "validation", "test"))
     assert int((site.class_counts() > 0).sum()) > 1
 
 
