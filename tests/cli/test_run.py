@@ -646,29 +646,28 @@ def test_a_study_takes_the_options_of_run(study: Engine, tmp_path: Path) -> None
     ) == ("unet", 0.25, 0.5)
 
 
-def test_results_are_shown_without_torch(tmp_path: Path) -> None:
-    site = SiteRecord("inside", {"test": 20}, {"deployed": {"dice": 0.8}}, constant=0.5)
-    write_results(tmp_path, RunRecord("fedavg", load_task("phantom"), 0, 1, {"site-1": site}))
-    code = f"import sys; from medflare.cli import main; assert main(['results', {str(tmp_path)!r}]) == 0; assert 'torch' not in sys.modules"
-    ended = subprocess.run(
+def in_new_process(code: str) -> subprocess.CompletedProcess[str]:
+    """Python code in a process that has imported nothing yet."""
+    return subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": ":".join(sys.path)},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_results_are_shown_without_torch(tmp_path: Path) -> None:
+    site = SiteRecord("inside", {"test": 20}, {"deployed": {"dice": 0.8}}, constant=0.5)
+    write_results(tmp_path, RunRecord("fedavg", load_task("phantom"), 0, 1, {"site-1": site}))
+    code = f"import sys; from medflare.cli import main; assert main(['results', {str(tmp_path)!r}]) == 0; assert 'torch' not in sys.modules"
+    ended = in_new_process(code)
     assert ended.returncode == 0 and "above it" in ended.stdout, ended.stderr
 
 
 def test_a_study_without_methods_is_refused_before_anything_large_is_imported() -> None:
     code = "import sys; from medflare.cli import main; assert main(['study', '--out', 'x']) == 1; assert 'torch' not in sys.modules"
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = in_new_process(code)
     assert ended.returncode == 0 and "name at least one method" in ended.stderr, ended.stderr
 
 
