@@ -209,7 +209,7 @@ def test_one_of_several_sites_must_train(
     )
     inside = make_site(name="DATA/inside")
     report = check_site(tmp_path / "DATA", make_task())
-    (note,) = report.sites["inside"].notes
+    (note, _few) = report.sites["inside"].notes
     assert note.startswith("3 images equal one of another split, so tests may tell what was")
     for file in inside.glob("images/?.png"):
         Image.fromarray(np.array(Image.open(file)) // 2).save(file)
@@ -249,7 +249,7 @@ def test_the_same_image_of_two_patients_is_noted(make_site: SiteOf, make_task: T
     for other in ("1.png", "2.png", "9.png"):
         Image.open(folder / "images/0.png").save(folder / "images" / other, compress_level=0)
     site = check_site(folder, make_task()).sites["A"]
-    (note, leak) = site.notes
+    (note, leak, _few) = site.notes
     assert "1 images equal one of another patient or site" in note and "2.png and " in note
     assert "1 images equal one of another split" in leak and "9.png and " in leak
     for number in (0, 1, 2, 9):  # constant images are equal, but no copies
@@ -286,10 +286,10 @@ def test_images_that_differ_in_one_number_are_no_copies(
     pixels = np.array(Image.open(folder / "images/0.png"))
     pixels[1, 1] += 1
     Image.fromarray(pixels).save(folder / "images/9.png")
-    assert not check_site(folder, make_task()).sites["A"].notes
+    (_few,) = check_site(folder, make_task()).sites["A"].notes
     pixels[1, 1] -= 1
     Image.fromarray(pixels).save(folder / "images/9.png")
-    (note,) = check_site(folder, make_task()).sites["A"].notes
+    (note, _few) = check_site(folder, make_task()).sites["A"].notes
     assert "9.png" in note and "0.png" in note
 
 
