@@ -2,6 +2,7 @@
 any other module as such a network.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,27 @@ def in_precision(compute: Callable[[Any, Tensor], T]) -> Callable[[Any, Tensor],
     return run
 
 
+class FixedFeatures:
+    """Features of images, of a body that never changes.
+
+    Each image goes through the body once, and alone: last bits depend on the other images of a
+    batch.
+    """
+
+    def __init__(self) -> None:
+        self._features: dict[bytes, Tensor] = {}  # SHA-256 of an image -> (1, D)
+
+    def of(self, images: Tensor, body: nn.Module) -> Tensor:
+        """Features (N, D) of images (N, C, H, W) on the CPU."""
+        features = []
+        for image in images.split(1):
+            key = hashlib.sha256(image.contiguous().numpy()).digest()
+            if key not in self._features:
+                self._features[key] = body(image)
+            features.append(self._features[key])
+        return torch.cat(features)
+
+
 class FeatureNetwork(nn.Module):
     """A body that computes features and a head that turns them into logits.
 
@@ -79,6 +101,7 @@ class FeatureNetwork(nn.Module):
         # otherwise.
         self.settings: dict[str, Any] = {}
         self._frozen: tuple[str, ...] = ()
+        self._fixed: FixedFeatures | None = None
 
     def train(self, mode: bool = True) -> "FeatureNetwork":
         """As of every module; frozen parts stay in evaluation mode."""
@@ -88,29 +111,39 @@ class FeatureNetwork(nn.Module):
         return self
 
     @contextmanager
-    def frozen(self, paths: Sequence[str]) -> Iterator[None]:
+    def frozen(self, paths: Sequence[str], fixed: FixedFeatures | None = None) -> Iterator[None]:
         """Inside, the modules with these paths ("body") do not change: no gradients, no running
         statistics, no dropout.
+
+        `fixed`: the body's features, which are kept there; the body has the same weights each time.
         """
         weights: list[nn.Parameter] = []
         for path in paths:
             weights += self.get_submodule(path).parameters()
         weights = [weight for weight in weights if weight.requires_grad]
         self._frozen = tuple(paths)
+        self._fixed = fixed
         for weight in weights:
             weight.requires_grad_(False)
         try:
             yield
         finally:
             self._frozen = ()
+            self._fixed = None
             for weight in weights:
                 weight.requires_grad_(True)
 
     @in_precision
     def features_and_output(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(features, logits) of images (N, C, H, W)."""
-        features = self.body(images)
+        features = self._features(images)
         return features, self.head(features)
+
+    def _features(self, images: Tensor) -> Tensor:
+        if self._fixed is not None:
+            return self._fixed.of(images, self.body)
+        features: Tensor = self.body(images)
+        return features
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits, (N, outputs, H, W) or (N, outputs), of images (N, C, H, W)."""

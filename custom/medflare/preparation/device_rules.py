@@ -183,7 +183,9 @@ def local_epochs(task: TaskConfig, stopwatch: Stopwatch, seconds: float) -> Choi
     images = statistics.median_high(site.images for site in stopwatch.sites)
     steps = max(1, images * task.patches_per_image // task.batch_size)
     wanted = min(_MAX_EPOCHS, math.ceil(_STEPS / steps))
-    epochs = max(1, min(wanted, int(stopwatch.limit / seconds)))
+    epochs = wanted
+    if not task.has_fixed_features:
+        epochs = max(1, min(wanted, int(stopwatch.limit / seconds)))
     reason = f"about {_STEPS} steps of a round at a site of {images} images"
     if epochs < wanted:
         reason += f", as far as {format_seconds(stopwatch.limit)} of a round allow"

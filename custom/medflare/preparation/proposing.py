@@ -682,13 +682,17 @@ def _with_rate_and_epochs(
     optimizer = Choice("optimizer", {**task.optimizer, "lr": rate}, reason)
     seconds = stopwatch.measured_seconds(task)
     epochs = local_epochs(task, stopwatch, seconds)
-    seconds *= epochs.value
-    time = (
-        f"time: a round of FedAvg takes about {format_seconds(seconds)} here "
-        f"({device_name(stopwatch.device)}), "
-        f"{TIMED_ROUNDS} rounds about {format_seconds(TIMED_ROUNDS * seconds)}; "
-        f"a step takes {stopwatch.measured(task).gibibytes:.2g} GiB"
-    )
+    device = device_name(stopwatch.device)
+    if task.has_fixed_features:
+        first = format_seconds(seconds)
+        time = f"time: the first round of FedAvg takes about {first} here ({device}), others less"
+    else:
+        seconds *= epochs.value
+        time = (
+            f"time: a round of FedAvg takes about {format_seconds(seconds)} here ({device}), "
+            f"{TIMED_ROUNDS} rounds about {format_seconds(TIMED_ROUNDS * seconds)}"
+        )
+    time += f"; a step takes {stopwatch.measured(task).gibibytes:.2g} GiB"
     warnings = proposed.warnings
     if seconds > _LATE * stopwatch.limit:
         slow = (
@@ -741,6 +745,8 @@ def _with_pretrained(proposed: ProposedTask, sites: Fingerprints, hints: TaskHin
             "for fedavg, fedprox and robust, remove it for others"
         )
         changes.append(Choice("freeze", ["body"], reason))
+        reason = "features of an image are computed once; give it without freeze"
+        changes.append(Choice("augment", [], reason))
     if not hints.size:
         size = [max(weights.step, side // weights.step * weights.step) for side in settings["size"]]
         changes.append(Choice("size", size, f"the weights need multiples of {weights.step}"))

@@ -235,7 +235,8 @@ class TaskConfig:
         sampling: how an epoch draws its training images: "shuffle" (each once), "balanced" (every
             class equally often), or {"name": "weighted", "weights": [...]}, see `training.batches`.
         freeze: {"parts": ["body"], "rounds": ...}: parts of the network that are frozen, and not
-            sent, in the first rounds; a list of parts: in every round.
+            sent, in the first rounds; a list of parts: in every round. A classifier with a frozen
+            "body" and without `augment` computes the features of each image once.
         batch_size: images per training step.
         local_epochs: passes over a site's training images per round.
         precision: number format of training and evaluation: "fp32", "bf16" or "fp16" (with loss
@@ -447,6 +448,12 @@ class TaskConfig:
         """Whether every structure has a mask of its own: multilabel without `label_values`."""
         overlap = self.kind == "segmentation" and self.target == "multilabel"
         return overlap and not self.label_values
+
+    @property
+    def has_fixed_features(self) -> bool:
+        """Whether an image has the same features (N, D) in every round with frozen parts."""
+        classifies = self.kind == "classification"
+        return classifies and "body" in self.freeze.parts and not self.augment
 
     @property
     def test_metrics(self) -> tuple[str, ...]:

@@ -6,12 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.small_tasks import small_task
+from helpers.small_tasks import small_task, tiny_grades
 from medflare.core.message import Message
 from medflare.core.states import copy_state, weighted_mean
+from medflare.federation.local.loop import run_local
 from medflare.methods.base import Step
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.networks.catalogue import initial_network
+from medflare.networks.features import FixedFeatures
+from medflare.tasks.config import TaskConfig, load_task
 from methods import squares
 
 
@@ -132,6 +135,32 @@ def test_a_list_is_frozen_in_every_round() -> None:
     moved = {name for name in start if not torch.equal(server.model[name], start[name])}
     assert moved and moved <= set(head(start))
     assert small_task(freeze=[]) == small_task()
+
+
+def test_a_frozen_body_sees_each_image_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rounds of training and validation; features equal those of whole batches."""
+    settings = tiny_grades(freeze=["body"], augment=[], sampling="shuffle", local_epochs=2)
+    options: dict[str, Any] = {"sites": ["a", "b"], "rounds": 2, "seed": 0}
+    seen: list[int] = []
+    original = FixedFeatures.of
+
+    def counted(fixed: FixedFeatures, images: torch.Tensor, body: torch.nn.Module) -> torch.Tensor:
+        hook = body.register_forward_hook(lambda *call: seen.append(len(call[1][0])))
+        features = original(fixed, images, body)
+        hook.remove()
+        return features
+
+    monkeypatch.setattr(FixedFeatures, "of", counted)
+    remembered = run_local("fedavg", load_task(settings), **options)
+    counts = [site["n"] for site in remembered["sites"].values()]
+    assert sum(seen) == sum(images["train"] + images["validation"] for images in counts)
+    monkeypatch.setattr(TaskConfig, "has_fixed_features", False)
+    anew = run_local("fedavg", load_task(settings), **options)
+    for site in ("a", "b"):
+        aucs = [
+            run["sites"][site]["metrics"]["deployed"]["auc_macro"] for run in (remembered, anew)
+        ]
+        assert aucs[0] == pytest.approx(aucs[1], abs=1e-6)
 
 
 def test_the_trainable_part_has_its_own_moments() -> None:

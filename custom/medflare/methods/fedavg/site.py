@@ -21,7 +21,7 @@ from medflare.inference.deployed import plain_message
 from medflare.methods.base import Plan, SiteAlgorithm, SiteHyper
 from medflare.methods.parts.measured import MEASURED
 from medflare.methods.parts.partial import LocalPart
-from medflare.networks.features import FeatureNetwork, copied_state
+from medflare.networks.features import FeatureNetwork, FixedFeatures, copied_state
 from medflare.privacy.rounds import PrivacyCost, privacy_cost, train_privately
 from medflare.privacy.settings import PrivacyHyper, check_private, check_private_site, is_private
 from medflare.tasks.config import TaskConfig
@@ -124,6 +124,9 @@ class FedAvgSite(SiteAlgorithm[F]):
     def __init__(self, site: Site, plan: Plan[F, Any]):
         super().__init__(site, plan)
         self.optimizers = OptimizerMemory(self.memory)
+        self._fixed: FixedFeatures | None = None
+        if plan.task.has_fixed_features and site.device.type == "cpu":
+            self._fixed = FixedFeatures()
         if is_private(self.hyper) and self.inside:
             check_private_site(site, self.hyper)
 
@@ -163,7 +166,8 @@ class FedAvgSite(SiteAlgorithm[F]):
         """
         part = frozen_part(self.plan)
         whole = {**part.local(copied_state(self.site.network())), **incoming[MODEL_PART]}
-        with self.network("model", whole).frozen(self.site.task.freeze.parts):
+        network = self.network("model", whole)
+        with network.frozen(self.site.task.freeze.parts, self._fixed):
             reply = self.train(round, Message.of({MODEL: whole}))
         reply[MODEL_PART] = part.shared(reply[MODEL])
         return reply
