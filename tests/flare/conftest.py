@@ -26,6 +26,7 @@ from nvflare.fuel.utils import zip_utils
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 from nvflare.private.fed.client.admin import FedAdminAgent
 from nvflare.private.fed.server.fed_server import FederatedServer
+from nvflare.private.fed.server.job_runner import JobRunner
 from nvflare.private.fed.server.server_command_agent import ServerCommandAgent
 from nvflare.private.fed.server.server_engine import ServerEngine
 from nvflare.private.fed.server.server_runner import ServerRunner
@@ -42,6 +43,7 @@ _CHANGED = {
     CoreCell: ("_add_adhoc_connector", "_process_received_msg"),
     ConnManager: ("update_endpoint",),
     DefaultJobScheduler: ("_do_schedule_job",),
+    JobRunner: ("run", "_job_complete_process"),
     NetManager: ("get_spec",),
     FederatedServer: ("_validate_auth_headers",),
     ServerCommandAgent: ("_execute_command", "_aux_communicate"),

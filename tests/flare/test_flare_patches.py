@@ -30,6 +30,7 @@ from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.job_def import RunStatus, job_from_meta
 from nvflare.apis.server_engine_spec import ServerEngineSpec
 from nvflare.apis.shareable import Shareable
+from nvflare.apis.storage import StorageException
 from nvflare.apis.workspace import Workspace
 from nvflare.app_common.job_schedulers.job_scheduler import DefaultJobScheduler
 from nvflare.app_common.logging.job_log_receiver import JobLogReceiver
@@ -70,6 +71,7 @@ from nvflare.private.fed.client.client_engine import ClientEngine
 from nvflare.private.fed.client.client_run_manager import ClientRunManager
 from nvflare.private.fed.client.communicator import Communicator
 from nvflare.private.fed.server.fed_server import FederatedServer
+from nvflare.private.fed.server.job_runner import JobRunner
 from nvflare.private.fed.server.server_command_agent import ServerCommandAgent
 from nvflare.private.fed.server.server_engine import ServerEngine
 from nvflare.private.fed.server.server_runner import ServerRunner
@@ -487,6 +489,38 @@ def test_a_job_that_cannot_be_scheduled_does_not_hold_up_the_others(wrong: dict[
     assert ready is jobs[1]
     assert manager.set_status.call_args.args[:2] == ("0", RunStatus.FINISHED_CANT_SCHEDULE)
     assert "refused" in jobs[0].meta["schedule_history"][0]
+
+
+def test_the_server_starts_jobs_after_one_that_its_lead_deletes_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FLARE's thread ends by the error, and no job of anybody starts any more."""
+    looked: list[int] = []
+    threads: list[threading.Thread] = []
+
+    def run(runner: JobRunner, fl_ctx: Any) -> None:
+        threads.append(threading.Thread(target=runner._job_complete_process, args=[None]))
+        threads[-1].start()
+        looked.append(len(threads))
+        runner.ask_to_stop = len(looked) == 3
+        if not runner.ask_to_stop:
+            raise StorageException("object of the job does not exist")
+
+    completing: list[int] = []
+    stop = threading.Event()
+
+    def complete(runner: JobRunner, engine: Any) -> None:
+        completing.append(threading.get_ident())
+        stop.wait(10)
+
+    monkeypatch.setattr(JobRunner, "run", run)
+    monkeypatch.setattr(JobRunner, "_job_complete_process", complete)
+    schedule_each_job_alone()
+    JobRunner("workspace").run(None)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert looked == [1, 2, 3] and len(completing) == 1
 
 
 @pytest.mark.parametrize(("person", "is_taken"), [(LEAD, True), ("member@example.org", False)])

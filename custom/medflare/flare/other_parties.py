@@ -314,10 +314,15 @@ def survive_messages() -> None:
 
 @cache
 def schedule_each_job_alone() -> None:
-    """Have FLARE start the other jobs if one cannot be scheduled, in this process: for the text "1"
-    as its number of sites it starts none any more.
+    """Have FLARE start the other jobs if one cannot be scheduled, or its lead deletes it while it
+    is deployed, in this process: for the text "1" as its number of sites it starts none any more.
     """
+    from nvflare.private.fed.server.job_runner import JobRunner
+
     schedule = DefaultJobScheduler._do_schedule_job
+    run = JobRunner.run
+    complete = JobRunner._job_complete_process
+    completing = threading.Lock()
 
     def scheduled(
         scheduler: DefaultJobScheduler,
@@ -340,7 +345,24 @@ def schedule_each_job_alone() -> None:
                 return ready, sites
         return None, None
 
+    def ran(runner: JobRunner, fl_ctx: FLContext) -> None:
+        while not runner.ask_to_stop:
+            try:
+                run(runner, fl_ctx)
+                return
+            except Exception as error:  # FLARE would start no job any more
+                _LOG.warning(printable(f"a job could not be started ({error})"))
+
+    def completed(runner: JobRunner, engine: Any) -> None:
+        if completing.acquire(blocking=False):  # `run` has begun again otherwise
+            try:
+                complete(runner, engine)
+            finally:
+                completing.release()
+
     DefaultJobScheduler._do_schedule_job = scheduled
+    JobRunner.run = ran
+    JobRunner._job_complete_process = completed
 
 
 @cache
