@@ -7,6 +7,7 @@ it names the patch to read again. The other tests show behaviour.
 
 import inspect
 import logging
+import shutil
 import socket
 import threading
 import uuid
@@ -234,13 +235,17 @@ def test_a_job_lies_in_its_folder_only_when_it_is_authorized(
     (folder / "of an earlier deployment").touch()
     (tmp_path / f"{uuid.uuid4()}.0123456789abcdef").mkdir()  # of a process that was killed
     assert "another job" in str(deploy(job_meta={"job_id": str(uuid.uuid4())})) and not seen
+    private = tmp_path / "medflare" / KIT_JOB
+    private.mkdir(parents=True)  # what a job of this id has left, which its lead has deleted
+    assert "was here before" in str(deploy(job_meta={"job_id": KIT_JOB})) and not seen
+    shutil.rmtree(tmp_path / "medflare")
     assert (deploy(job_meta={"job_id": KIT_JOB}) or "") == refusal
     assert [path.name for path in folder.iterdir()] == [
         "of an earlier deployment" if refusal else "app_site-1"
     ]
     log = tmp_path / "audit.log"
     assert {path.name for path in tmp_path.iterdir()} == {"startup", "local", KIT_JOB, log.name}
-    assert log.read_text().count("refused train.deploy") == 1 + bool(refusal)
+    assert log.read_text().count("refused train.deploy") == 2 + bool(refusal)
     engine = ClientEngine.__new__(ClientEngine)
     engine.args = SimpleNamespace(workspace=str(tmp_path))
     engine.client = SimpleNamespace(client_name="site-1")

@@ -61,6 +61,7 @@ from nvflare.widgets.fed_event import FED_EVENT_TOPIC
 
 from medflare.core.files import refuse_bomb
 from medflare.core.text import printable
+from medflare.data.local import find_private_folder
 from medflare.flare.names import JOB_ID
 
 # Channels and topics by which the server alone may ask the server: events of FLARE end jobs, and
@@ -709,6 +710,11 @@ def authorize_before_deployment() -> None:
             reason = "the metadata are those of another job"
             refused(workspace, job_id, TrainingTopic.DEPLOY, reason)
             return reason
+        folder = Path(workspace.get_run_dir(job_id))
+        if find_private_folder(folder).exists():  # a lead can delete a job, and give its id again
+            reason = "a job of this id was here before"
+            refused(workspace, job_id, TrainingTopic.DEPLOY, reason)
+            return reason
         clean(workspace.root_dir)
         staged_job = f"{job_id}.{secrets.token_hex(8)}"
         unpacked = Path(workspace.get_run_dir(staged_job))
@@ -717,7 +723,6 @@ def authorize_before_deployment() -> None:
             if refusal:
                 refused(workspace, job_id, TrainingTopic.DEPLOY, refusal)
                 return refusal
-            folder = Path(workspace.get_run_dir(job_id))
             shutil.rmtree(folder, ignore_errors=True)
             unpacked.rename(folder)
             authorized.add(job_id)
