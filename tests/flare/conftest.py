@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from nvflare.apis.impl.job_def_manager import SimpleJobDefManager
 from nvflare.app_common.job_schedulers.job_scheduler import DefaultJobScheduler
 from nvflare.app_common.logging.job_log_receiver import JobLogReceiver
 from nvflare.app_common.np.np_downloader import ArrayConsumer
@@ -26,6 +27,7 @@ from nvflare.fuel.utils import zip_utils
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 from nvflare.private.fed.client.admin import FedAdminAgent
 from nvflare.private.fed.server.fed_server import FederatedServer
+from nvflare.private.fed.server.job_meta_validator import JobMetaValidator
 from nvflare.private.fed.server.job_runner import JobRunner
 from nvflare.private.fed.server.server_command_agent import ServerCommandAgent
 from nvflare.private.fed.server.server_engine import ServerEngine
@@ -43,7 +45,9 @@ _CHANGED = {
     CoreCell: ("_add_adhoc_connector", "_process_received_msg"),
     ConnManager: ("update_endpoint",),
     DefaultJobScheduler: ("_do_schedule_job",),
+    JobMetaValidator: ("_validate_zf",),
     JobRunner: ("run", "_job_complete_process"),
+    SimpleJobDefManager: ("create",),
     NetManager: ("get_spec",),
     FederatedServer: ("_validate_auth_headers",),
     ServerCommandAgent: ("_execute_command", "_aux_communicate"),

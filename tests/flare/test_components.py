@@ -290,6 +290,15 @@ def test_missing_configuration_is_refused_without_the_partys_folder(party: Path)
     assert reason == "configuration config_fed_client.json refused: it is missing"
 
 
+@pytest.mark.parametrize("name", ["config_fed_client.json", "task.json"])
+def test_a_large_configuration_is_refused_before_it_is_read(party: Path, name: str) -> None:
+    (party / "4711" / "app_site-1" / "config" / name).write_text("[" + "[]," * 400_000 + "[]]")
+    reason, _ = FLAppValidator(SiteType.CLIENT, [JobComponents()]).validate(
+        str(party / "4711" / "app_site-1")
+    )
+    assert reason == f"configuration {name} refused: more than 1048576 bytes"
+
+
 @pytest.mark.parametrize("suffix", ["conf", "yml", "yaml", "conf.default"])
 @pytest.mark.parametrize("file", ["meta", "app/config/config_fed_server"])
 def test_the_server_refuses_an_upload_in_another_format(

@@ -27,11 +27,12 @@ from nvflare.apis.client import Client
 from nvflare.apis.controller_spec import Task
 from nvflare.apis.fl_constant import ReservedKey, RunProcessKey
 from nvflare.apis.fl_context import FLContext, FLContextManager
+from nvflare.apis.impl.job_def_manager import SimpleJobDefManager
 from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.job_def import RunStatus, job_from_meta
 from nvflare.apis.server_engine_spec import ServerEngineSpec
 from nvflare.apis.shareable import Shareable
-from nvflare.apis.storage import StorageException
+from nvflare.apis.storage import StorageException, StorageSpec
 from nvflare.apis.workspace import Workspace
 from nvflare.app_common.job_schedulers.job_scheduler import DefaultJobScheduler
 from nvflare.app_common.logging.job_log_receiver import JobLogReceiver
@@ -72,6 +73,7 @@ from nvflare.private.fed.client.client_engine import ClientEngine
 from nvflare.private.fed.client.client_run_manager import ClientRunManager
 from nvflare.private.fed.client.communicator import Communicator
 from nvflare.private.fed.server.fed_server import FederatedServer
+from nvflare.private.fed.server.job_meta_validator import JobMetaValidator
 from nvflare.private.fed.server.job_runner import JobRunner
 from nvflare.private.fed.server.server_command_agent import ServerCommandAgent
 from nvflare.private.fed.server.server_engine import ServerEngine
@@ -95,6 +97,7 @@ from medflare.flare.other_parties import (
     bound_arrays,
     bound_files,
     bound_messages,
+    bound_metadata,
     bound_streams,
     connect_nowhere_else,
     keep_downloads_inside,
@@ -526,6 +529,38 @@ def test_the_server_starts_jobs_after_one_that_its_lead_deletes_meanwhile(
     for thread in threads:
         thread.join()
     assert looked == [1, 2, 3] and len(completing) == 1
+
+
+@pytest.mark.parametrize(
+    "meta", [{"custom_props": {"a": [[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]}}, {"name": "n" * 300_000}]
+)
+def test_metadata_of_a_job_are_bounded(meta: dict[str, Any]) -> None:
+    """Each console reads those of all jobs, and the server those that wait once a second."""
+    bound_metadata()
+    engine = MagicMock(spec=ServerEngineSpec)
+    engine.get_component.return_value = MagicMock(spec=StorageSpec)
+    fl_ctx = FLContextManager(engine=engine, identity_name="server").new_context()
+    manager = SimpleJobDefManager.__new__(SimpleJobDefManager)
+    manager.uri_root, manager.job_store_id = "jobs", "job_store"
+    manager.create({"name": "n", "custom_props": {"medflare": {"rounds": 3}}}, b"", fl_ctx)
+    with pytest.raises(ValueError, match=r"nested too deep|more than 262144 characters"):
+        manager.create(meta, b"", fl_ctx)
+
+
+def test_the_configuration_of_a_job_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JobMetaValidator, "_validate_zf", lambda *words: {"name": "n"})
+    bound_metadata()
+    large = " " * (other_parties.LARGEST_CONFIG + 1)
+    for name, refused in (
+        ("meta.json", True),
+        ("app/config/config_fed_client.json", True),
+        ("app/custom/table.json", False),
+    ):
+        packed = BytesIO()
+        with ZipFile(packed, "w", ZIP_DEFLATED) as archive:
+            archive.writestr(f"job/{name}", large)
+        valid, reason, _ = JobMetaValidator().validate("job", packed.getvalue())
+        assert valid != refused and ("more than 1048576 bytes" in reason) == refused
 
 
 @pytest.mark.parametrize(("person", "is_taken"), [(LEAD, True), ("member@example.org", False)])

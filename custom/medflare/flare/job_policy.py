@@ -45,7 +45,7 @@ from medflare.core.text import Json, JsonDict, read_json
 from medflare.data.local import LOCAL_FILE, LocalSettings, in_container, local_settings, read_local
 from medflare.flare.flare_patches import parse_json_only, search_kits_only
 from medflare.flare.names import BUILT, REFUSED, TASK_FILE
-from medflare.flare.other_parties import protect_from_other_parties
+from medflare.flare.other_parties import LARGEST_CONFIG, protect_from_other_parties
 
 # FLARE's keys for a component's class; FLARE takes the first one that is there.
 _PATH_KEYS = ("path", "class_path", "name")
@@ -251,6 +251,9 @@ def _job_refusal(app: Path, workspace: Workspace, name: str) -> str:
                 f"configuration {_named(path.name, 'file')} refused: beside its code a job has "
                 f"{', '.join(_JOB_FILES)} in config, in JSON, and nothing else"
             )
+    for path in filter(Path.is_file, allowed_files):
+        if path.stat().st_size > LARGEST_CONFIG:
+            return f"configuration {path.name} refused: more than {LARGEST_CONFIG} bytes"
     file = JobConstants.CLIENT_JOB_CONFIG
     if name == SiteType.SERVER:
         file = JobConstants.SERVER_JOB_CONFIG

@@ -1,5 +1,6 @@
 """Changes to FLARE 2.9's internals that bound what other parties can do: see docs/flare.md."""
 
+import json
 import logging
 import re
 import secrets
@@ -14,8 +15,9 @@ from pathlib import Path, PurePath
 from typing import Any
 from zipfile import ZipFile
 
-from nvflare.apis.fl_constant import ReservedKey, RunProcessKey
+from nvflare.apis.fl_constant import ReservedKey, RunProcessKey, WorkspaceConstants
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.impl.job_def_manager import SimpleJobDefManager
 from nvflare.apis.job_def import Job, JobMetaKey
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.workspace import Workspace
@@ -57,10 +59,11 @@ from nvflare.private.defs import (
     TrainingTopic,
     new_cell_message,
 )
+from nvflare.private.fed.server.job_meta_validator import JobMetaValidator
 from nvflare.widgets.fed_event import FED_EVENT_TOPIC
 
 from medflare.core.files import refuse_bomb
-from medflare.core.text import printable
+from medflare.core.text import JsonDict, printable, printable_json
 from medflare.data.local import find_private_folder
 from medflare.flare.names import JOB_ID
 
@@ -91,6 +94,9 @@ _LONGEST = 2**16  # of a list or table: up to 1024 unfinished ones lie in each o
 _COMMAND_CHARACTERS = 2**20  # of a console's command
 _FETCHED = 2  # messages with arrays; a site sends one at a time
 _JOB_BYTES = 2**26  # unpacked, which FLARE holds once for each site
+LARGEST_CONFIG = 2**20  # bytes of a file of a job's configuration
+_META_DEPTH = 16  # of a job's metadata; and their length as JSON
+_META_CHARACTERS = 2**18
 _UPLOADS = 4  # of one party at once
 _UPLOAD_BYTES = 2**29  # of a job, packed
 _BEGIN_TIMEOUT = 60.0  # seconds until the first part of a stream is there
@@ -113,6 +119,7 @@ def protect_from_other_parties() -> None:
     bound_streams()
     bound_arrays()
     bound_files()
+    bound_metadata()
 
 
 @cache
@@ -530,6 +537,39 @@ def bound_files() -> None:
     file_streamer._ChunkConsumerFactory.get_consumer = opened
     file_streamer._ChunkConsumer.consume = part_taken
     file_streamer._ChunkConsumer.finalize = closed
+
+
+@cache
+def bound_metadata() -> None:
+    """Have FLARE take a job's configuration and metadata of a bounded size alone, in this process:
+    it parses them before it asks anyone, and those of all jobs for each console and each second.
+    """
+    check_job = JobMetaValidator._validate_zf
+    create = SimpleJobDefManager.create
+
+    def checked(validator: JobMetaValidator, job: str, archive: ZipFile) -> Any:
+        for member in archive.infolist():
+            path = PurePath(member.filename)
+            is_code = WorkspaceConstants.CUSTOM_FOLDER_NAME in path.parts
+            if path.suffix == ".json" and not is_code and member.file_size > LARGEST_CONFIG:
+                raise ValueError(f"{printable(path.name)} has more than {LARGEST_CONFIG} bytes")
+        meta = check_job(validator, job, archive)
+        _check_metadata(meta)
+        return meta
+
+    def created(manager: Any, meta: JsonDict, content: Any, fl_ctx: FLContext) -> JsonDict:
+        _check_metadata(meta)  # a console's command adds some
+        return create(manager, meta, content, fl_ctx)
+
+    JobMetaValidator._validate_zf = checked
+    SimpleJobDefManager.create = created
+
+
+def _check_metadata(meta: JsonDict) -> None:
+    """Raise ValueError for large metadata of a job."""
+    printable_json(meta, _META_DEPTH)
+    if len(json.dumps(meta)) > _META_CHARACTERS:
+        raise ValueError(f"metadata of more than {_META_CHARACTERS} characters")
 
 
 @cache

@@ -99,6 +99,9 @@ def test_the_table_says_who_takes_up_whom() -> None:
     assert rows[2].split()[3:5] == ["-", "-"], "of a job that says nothing of itself"
     assert len({row.index("RUNNING") for row in rows}) == 1
     assert job_table([]) == "no jobs"
+    for odd in ("x", None, 5, {"resume": 5}, {"resume": None, "method": [1]}):
+        (heading, row) = job_table([job(OLD, custom_props={"medflare": odd})]).splitlines()
+        assert row.split()[1] == "11112222", "another lead's job says what it likes"
 
 
 def test_a_member_who_submits_is_told_to_take_the_leads_kit(

@@ -147,7 +147,9 @@ def job_table(jobs: Sequence[Job]) -> str:
 def _row(job: Job) -> tuple[str, ...]:
     properties = job.get(JobMetaKey.CUSTOM_PROPS)
     # A job of another program has none.
-    about = properties.get(ABOUT, {}) if isinstance(properties, Mapping) else {}
+    about = properties.get(ABOUT) if isinstance(properties, Mapping) else None
+    if not isinstance(about, Mapping):
+        about = {}
     submitted = str(job.get(JobMetaKey.SUBMIT_TIME_ISO, "-"))
     with suppress(ValueError):
         submitted = f"{datetime.fromisoformat(submitted).astimezone():%Y-%m-%d %H:%M}"
@@ -160,7 +162,7 @@ def _row(job: Job) -> tuple[str, ...]:
         str(job.get(JobMetaKey.SUBMITTER_NAME, "-")),
         submitted,
         str(job.get(JobMetaKey.DURATION, "-")).partition(".")[0],
-        f"resumes {about['resume'][:_ID_LETTERS]}" if "resume" in about else "",
+        f"resumes {about['resume']!s:.{_ID_LETTERS}}" if "resume" in about else "",
     )
 
 
