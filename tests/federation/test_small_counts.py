@@ -210,6 +210,34 @@ def test_patients_come_and_go_in_groups(data: Path, tmp_path: Path) -> None:
     enrol("as the first job")
 
 
+def test_a_changed_datalist_is_no_leave_to_read_the_same_labels_in_another_way(
+    data: Path, tmp_path: Path
+) -> None:
+    """Else a datalist that is written anew lets two jobs count the patients of a merged class."""
+    changing = tmp_path / "data"
+    shutil.copytree(data, changing)
+    record = DataRecord(tmp_path / "record", changing / "a", "one", 1000)
+    merged = replace(FIRST, label_values={"dark": [0, 2], "medium": [1]})
+    turned = replace(FIRST, label_values={"dark": [1, 2], "medium": [0]})
+
+    def enrol(job: str, task: TaskConfig) -> None:
+        site = open_site("a", task, data_root=changing, local=LocalSettings(minimum_patients=2))
+        replace(record, job=job).fix_used_images(site)
+
+    enrol("first", merged)
+    path = changing / "a" / "datalist.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=1))
+    with pytest.raises(ConfigError, match="an earlier job used other"):
+        enrol("other labels", turned)
+    enrol("the same labels", merged)
+    for split in ("training", "test"):
+        _without(changing, "a", split, 2)
+    with pytest.raises(ConfigError, match="an earlier job used other"):
+        enrol("other labels of the validation patients", turned)
+    _without(changing, "a", "validation", 2)
+    enrol("other patients in all splits", turned)
+
+
 def test_the_site_allows_another_selection(data: Path, tmp_path: Path) -> None:
     record = DataRecord(tmp_path / "record", data / "a", "one", 1000)
     first = open_site("a", FIRST, data_root=data)

@@ -33,9 +33,10 @@ _MOST_REFUSED = 5  # selections, of first jobs
 _MOST_READINGS = 20  # of the training images
 _OF_SIZE = ("size", "image_mode", "spacing", "orientation", "slices", "spatial_dims")
 _LOCK = ".lock"
+_LABELS = "labels"  # beside the splits
 _SLICE = re.compile(r"\[\d+\]\Z")  # the end of the name of a volume's slice
 _COLUMNS = ("time", "job", "phase", "models")
-_Used = dict[str, list[list[str]]]  # see `_digests_of_patients`
+_Used = dict[str, Any]  # see `_digests_of_patients`
 
 
 @dataclass(frozen=True)
@@ -221,13 +222,18 @@ def other_images_refusal(site: str) -> ConfigError:
 
 
 def _check_changed_patients(site: Site, earlier: _Used, present: _Used) -> None:
-    """Raise ConfigError if a split differs from an earlier job's in a few patients alone."""
+    """Raise ConfigError if a split differs from an earlier job's in a few patients alone, or in
+    what the task makes of the same patients' labels.
+    """
+    is_other = earlier.get(_LABELS, present[_LABELS]) != present[_LABELS]
+    other_labels = is_other and site.minimum_patients > 1
     for name in SPLITS:
         for depth in range(1, 4):  # patients; with their images; with the labels
             before = {tuple(digests[:depth]) for digests in earlier[name]}
             after = {tuple(digests[:depth]) for digests in present[name]}
             changed = {patient for patient, *_ in before ^ after}
-            if 0 < len(changed) < site.minimum_patients:
+            fewest = 0 if other_labels and depth == 2 and after else 1
+            if fewest <= len(changed) < site.minimum_patients:
                 raise other_images_refusal(site.name) from ConfigError(
                     f"{FILE} has changed in {len(changed)} patients of '{name}', and counts of two "
                     f"jobs would tell theirs; change {site.minimum_patients} or more at once, or "
@@ -273,9 +279,13 @@ def used_images_digest(site: Site) -> str:
     for name, images in _used_images(site).items():
         content[name] = [json.dumps(image) for image in images]
     if task.kind == "segmentation":
-        content["labels"] = [task.label_values.get(label) for label in task.labels]
-        content["unlisted"] = task.unlisted_labels
+        content |= _labels_of(task)
     return _digest(content)
+
+
+def _labels_of(task: TaskConfig) -> JsonDict:
+    values = [task.label_values.get(label) for label in task.labels]
+    return {"labels": values, "unlisted": task.unlisted_labels}
 
 
 def _used_images(site: Site) -> dict[str, list[list[Any]]]:
@@ -293,8 +303,10 @@ def _used_images(site: Site) -> dict[str, list[list[Any]]]:
 
 
 def _digests_of_patients(site: Site) -> _Used:
-    """Split -> digests of each patient, of the patient's images, and of their labels."""
-    used: _Used = {}
+    """Split -> digests of each patient, of the patient's images, and of their labels; and a digest
+    of what the task makes of labels.
+    """
+    used: _Used = {_LABELS: _digest([site.task.kind, site.task.target, _labels_of(site.task)])}
     for name, images in _used_images(site).items():
         by_patient: dict[str, list[tuple[str, Any]]] = defaultdict(list)
         for patient, file, labels in images:
