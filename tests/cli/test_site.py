@@ -1,7 +1,9 @@
 """`medflare site ...`: what it prints, and what is known of the jobs at a party."""
 
+import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,14 @@ def test_why_the_party_refused_a_job(site: Kit) -> None:
     _job(site)
     (job,) = job_states(site)
     assert job.refused and job.round == 1
+
+
+def test_a_job_is_shown_whose_folder_the_server_has_deleted(site: Kit) -> None:
+    own = _job(site)
+    (before,) = job_states(site)
+    shutil.rmtree(site.folder / JOB)  # FLARE does so for the server
+    (after,) = job_states(site)
+    assert after == dataclasses.replace(before, name="") and after.folder == str(own)
 
 
 def test_the_newest_job_comes_first(site: Kit) -> None:

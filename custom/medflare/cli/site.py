@@ -19,6 +19,7 @@ from medflare.cli.options import AUTO_HELP, PathArgument, PathArguments, add_com
 from medflare.cli.startup_kit import Kit, KitSettings, open_kit, read_object, set_up
 from medflare.core.errors import ERRORS, ConfigError
 from medflare.core.text import JsonDict, printable
+from medflare.data.local import FOLDER, OUTBOUND, PROGRESS, find_private_folder
 from medflare.flare.names import JOB_ID, REFUSED
 
 # A refused job in audit.log.
@@ -182,17 +183,20 @@ def job_states(kit: Kit) -> list[JobState]:
         log = (kit.folder / "audit.log").read_text(encoding="utf-8", errors="replace")
         for job, reason in _REFUSED.findall(log):
             refused.setdefault(job, {})[reason] = None
-    folders = [path for path in kit.folder.glob("*-*-*-*-*") if JOB_ID.fullmatch(path.name)]
-    folders.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    at_once = [kit.folder / job for job in reversed(refused)]
-    removed = [folder for folder in at_once if not folder.exists()]  # FLARE removes such a job
-    folders = [*removed, *folders]
-    return [_job_state(kit, folder, refused.get(folder.name, ())) for folder in folders]
+    changed: dict[str, float] = {}  # job -> when one of its folders was changed
+    places = [kit.folder]
+    if kit.kind == "site":  # FLARE removes a job's other folder if the server asks for this
+        places.append(kit.folder / FOLDER)
+    for place in places:
+        for path in place.glob("*-*-*-*-*"):
+            if JOB_ID.fullmatch(path.name):
+                changed[path.name] = max(path.stat().st_mtime, changed.get(path.name, 0.0))
+    removed = [job for job in reversed(refused) if job not in changed]  # FLARE removes such a job
+    jobs = [*removed, *sorted(changed, key=changed.__getitem__, reverse=True)]
+    return [_job_state(kit, kit.folder / job, refused.get(job, ())) for job in jobs]
 
 
 def _job_state(kit: Kit, folder: Path, refused: Iterable[str]) -> JobState:
-    from medflare.data.local import FOLDER, OUTBOUND, PROGRESS, find_private_folder
-
     private = find_private_folder(folder) if kit.kind == "site" else folder / FOLDER
     progress = _read_json(private / PROGRESS)
     outbound = private / OUTBOUND
