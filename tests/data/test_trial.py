@@ -58,6 +58,12 @@ def test_large_arguments_need_a_trial(arguments: dict[str, Any]) -> None:
     assert not builds_quickly({"name": "UNet", **arguments})
 
 
+def test_a_loss_of_large_arguments_needs_a_trial() -> None:
+    assert builds_quickly({"name": "ce", "weights": [1.0, 10.0]})
+    for arguments in ({"win_size": 10**6}, {"iter_": 10**9}, {"num_bins": 10**9}):
+        assert not builds_quickly({"name": "SSIMLoss", **arguments})
+
+
 def test_a_network_that_fails_while_it_is_built_needs_a_trial() -> None:
     """Until its last layer, which says why, it would be built in this process."""
     task = load_task("phantom").to_dict()

@@ -33,6 +33,7 @@ def _no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {"patches_per_image": 10**9, "image_mode": "patch"}, "bounds.batch"),
         ({}, {"network": {"name": "unet", "channels": [20_000, 40_000]}}, "bounds.model_bytes"),
         ({}, {"intensity": {"name": "GaussianSmooth", "sigma": 1e9}}, "bounds.memory"),
+        ({}, {"loss": {"name": "SSIMLoss", "win_size": 10**6}}, "loss SSIMLoss.*bounds.memory"),
     ],
 )
 def test_tasks_beyond_the_sites_bounds(

@@ -1,8 +1,8 @@
-"""A task's network and transforms, tried in a process with limited time and memory.
+"""A task's network, loss and transforms, tried in a process with limited time and memory.
 
 How much work an argument makes depends on MONAI (a number of blocks, a width, a number of cells, a
-factor). So the network is built on the meta device, and one image of the task's size goes through
-each transform.
+factor). So the network is built on the meta device, the loss takes two images, and one of the
+task's size goes through each transform.
 """
 
 import json
@@ -27,6 +27,7 @@ from medflare.networks.catalogue import builds_on_meta, meta_network
 from medflare.networks.foreign import NetworkSpec, foreign_module, imported
 from medflare.tasks.allowed_transforms import is_usual
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.losses import build_loss, example_batch
 
 _SECONDS = 30  # of computing, for the network, one image and all transforms
 _START = 600  # seconds in which a busy machine starts Python and imports MONAI
@@ -46,18 +47,19 @@ _WIDTHS = frozenset(
 
 
 def try_task(task: TaskConfig, memory: float, location: str, setting: str = "") -> None:
-    """Try the task's network and transforms, unless none of their arguments can make much work.
+    """Try the task's network, loss and transforms, unless no argument can make much work.
 
     Args:
         memory: GiB that they may take.
         setting: the setting that allows more memory; "" for none.
 
     Raises:
-        ConfigError: the network or a transform fails, or takes more time or memory.
+        ConfigError: the network, the loss or a transform fails, or takes more time or memory.
     """
     # What this process does not trust is refused here, not in the other process.
     usual = [is_usual(settings) for settings in (task.intensity, *task.augment)]
-    if builds_quickly(task.network) and builds_on_meta(task) and all(usual):
+    quick = builds_quickly(task.network) and builds_quickly(task.loss)
+    if quick and builds_on_meta(task) and all(usual):
         return
     if foreign_module(task.network):
         imported(task.network["name"])
@@ -73,7 +75,7 @@ def try_task(task: TaskConfig, memory: float, location: str, setting: str = "") 
 
 
 def builds_quickly(spec: NetworkSpec) -> bool:
-    """Whether no argument of {"name": ..., arguments} can make the network slow to build.
+    """Whether no argument of {"name": ..., arguments} can make a network, or loss, slow to build.
 
     Examples:
         >>> builds_quickly({"name": "unet", "channels": [16, 32, 512], "num_res_units": 2})
@@ -151,6 +153,11 @@ def main(memory: float, seconds: int) -> None:
         meta_network(task)
     except ConfigError as error:
         sys.exit(str(error))
+    sys.stdout.write(f"loss {task.loss['name']}\n")
+    loss = build_loss(task)
+    if not builds_quickly(task.loss):
+        logits, targets = example_batch(task, task.size)
+        loss(logits.requires_grad_(), targets).backward()
     shape = (task.image_channels, *task.size)
     image = np.random.RandomState(0).random_sample(shape).astype(np.float32)
     sys.stdout.write(f"intensity {task.intensity['name']}\n")

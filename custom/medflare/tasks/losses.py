@@ -6,6 +6,7 @@ it returns a scalar.
 
 import inspect
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -272,10 +273,10 @@ def _weights(task: TaskConfig, weights: list[float] | None) -> Tensor | None:
     return torch.tensor(weights, dtype=torch.float32)
 
 
-def example_batch(task: TaskConfig) -> tuple[Tensor, Tensor]:
-    """Logits (2, outputs, ...) and targets of two small images."""
-    sides = [_SIDE] * task.spatial_dims if task.kind == "segmentation" else []
-    shape = (2, task.outputs, *sides)
+def example_batch(task: TaskConfig, size: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+    """Logits (2, outputs, ...) and targets of two images, small ones without a `size`."""
+    sides = size or [_SIDE] * task.spatial_dims
+    shape = (2, task.outputs, *(sides if task.kind == "segmentation" else ()))
     logits = torch.arange(math.prod(shape)).sin().reshape(shape)
     if task.target == "multiclass":
         return logits, logits.argmax(dim=1)
