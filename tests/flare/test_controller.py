@@ -61,6 +61,15 @@ def server(tmp_path: Path) -> Server:
             "batchsize",
         ),
         (
+            lambda server: edit(
+                server.task_file,
+                lambda task: task.update(network={"name": "unet", "channels": [20_000, 40_000]}),
+            ),
+            "fedavg",
+            "phantom",
+            "bounds.model_bytes",
+        ),
+        (
             lambda server: setattr(server, "aggregator", WeightedAggregator(method="fedms")),
             "fedms",
             "phantom",

@@ -204,6 +204,7 @@ class MedflareController(Controller):
         from medflare.federation.run import Run
         from medflare.methods.catalogue import get_method
         from medflare.tasks.config import load_task
+        from medflare.training.opening import check_task_bounds
 
         aggregator = self._aggregator(fl_ctx)
         if not isinstance(aggregator, MethodAggregator):
@@ -217,6 +218,7 @@ class MedflareController(Controller):
         task = load_task(task_file)
         settings = run_settings({name: getattr(self, name) for name in RUN_SETTINGS})
         local = settings_of(fl_ctx.get_workspace())
+        check_task_bounds(task, local.bounds, "the server")
         checkpoints, *interrupted = self._checkpoints(fl_ctx)
         if interrupted:
             copy_checkpoint(interrupted[0], checkpoints)
