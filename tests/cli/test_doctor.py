@@ -94,6 +94,10 @@ def test_a_key_that_others_can_read_and_files_that_they_can_change(site: Kit) ->
         path.chmod(0o777)
         assert f"chmod go-w {path}" in _found(site, "keys").text
         path.chmod(0o755)
+    settings.chmod(0o664)  # of an account whose umask is 002
+    assert _found(site, "keys").status == "FAILED"
+    site.folder.chmod(0o700)
+    assert _found(site, "keys").status == "ok", "nobody else gets there"
     site.key.chmod(0o644)
     assert "chmod 600" in _found(site, "keys").text
     site.key.unlink()
