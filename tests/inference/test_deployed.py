@@ -97,6 +97,7 @@ def test_a_wrong_folder_is_answered_with_one_that_holds_a_model(
     for wrong, problem in (
         (tmp_path / "runs" / "fedavg-Lung-seed0" / "models", "there is no such folder"),
         (tmp_path / "runs" / "fedavg-lung-seed0", "no delivered model here"),
+        (tmp_path / "runs" / "fedavg-lung-seed0", r"holds model\.safetensors and card\.json"),
     ):
         with pytest.raises(StateError, match=f"{problem}.*for example {folder}"):
             load_model(wrong)

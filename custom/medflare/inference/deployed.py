@@ -234,7 +234,7 @@ def load_model(
     card_file = folder / CARD_FILE
     missing = [name for name in (WEIGHTS_FILE, CARD_FILE) if not (folder / name).is_file()]
     if missing:
-        remedy = "give the folder that holds both files"
+        remedy = f"give a model's folder, which holds {WEIGHTS_FILE} and {CARD_FILE}"
         problem = f"no delivered model here ({' and '.join(missing)} missing)"
         above = folder
         while not above.exists():
