@@ -182,6 +182,8 @@ def test_missing_or_damaged_results_raise_an_error_with_the_path(tmp_path: Path)
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(StateError, match=str(path)):
             load_results(path)
+    with pytest.raises(StateError, match="A run writes it at its end"):
+        load_results(tmp_path)
     for content in ("", "{", "[]", '{"schema": 1}', "[" * 10_000):
         (tmp_path / "results.json").write_text(content)
         with pytest.raises(StateError, match=r"results\.json"):

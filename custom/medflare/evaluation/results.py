@@ -464,8 +464,8 @@ def list_results(path: Path) -> list[Path]:
         raise StateError(f"{path}: a study's folder; its tables are in {path / 'study.html'}")
     if not files:
         raise StateError(
-            f"{path}: no {RESULTS_FILE} here; name the folder of a run. If the run has not ended, "
-            "its log says why; `medflare resume` continues a run of the plain loop"
+            f"{path}: no {RESULTS_FILE} here; name the folder of a run. A run writes it at its "
+            "end; `medflare resume` continues one of the plain loop that was interrupted"
         )
     return sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)
 
