@@ -24,7 +24,14 @@ TASK = load_task("phantom").to_dict()
 
 
 def test_seconds() -> None:
-    times = {0.0: "0.00 s", 9.994: "9.99 s", 59.4: "59 s", 59.9: "1 min 00 s", 3599.6: "1 h 00 min"}
+    times = {
+        0.0: "0 s",
+        9.94: "9.9 s",
+        9.96: "10 s",
+        59.4: "59 s",
+        59.9: "1 min 00 s",
+        3599.6: "1 h 00 min",
+    }
     assert {seconds: format_seconds(seconds) for seconds in times} == times
 
 

@@ -15,5 +15,5 @@ def test_a_step_line_has_every_site_and_its_aggregation() -> None:
     report = StepReport(Step("score", 1), 2, meta, rejected, 1.234, numbers)
     assert report.text(20) == (
         "round 2/20 score: A loss 0.5000 global before 0.400 personal before – score 0.812 weight 0.600"
-        " | B not used (model/w holds NaN) score – weight 0.400 | C | 1.23 s"
+        " | B not used (model/w holds NaN) score – weight 0.400 | C | 1.2 s"
     )

@@ -55,7 +55,7 @@ def test_means_ranks_and_cost_sites_that_lose_by_joining_structures_and_every_ta
     )
     assert overview["constant"][1] == "3.0" and overview["fedavg"][2:5] == [
         "1.0 KiB",
-        "2.00 s",
+        "2 s",
         "2",
     ], "the constant prediction has a rank"
     assert page.tables[1] == [["method", "A", "B", "loses"], ["fedavg", "+0.150", "-0.150", "B"]]

@@ -112,7 +112,7 @@ def format_seconds(seconds: float) -> str:
         ('0.43 s', '42 s', '3 min 20 s', '2 h 05 min')
     """
     if seconds < 10:
-        return f"{seconds:.2f} s"
+        return f"{seconds:.2g} s"
     minutes, rest = divmod(round(seconds), 60)
     if not minutes:
         return f"{rest} s"
