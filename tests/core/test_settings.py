@@ -108,6 +108,14 @@ def test_a_wrong_setting_is_named_in_one_line(values: dict[str, Any], token: str
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
+def test_of_many_names_only_the_close_ones_are_listed() -> None:
+    many = [f"name_{number}" for number in range(50)]
+    assert no_such("loss", "name_77", [*many, "name_7x"]).endswith(
+        "did you mean name_7 or name_7x?"
+    )
+    assert "known: name_0, name_1, name_10" in no_such("loss", "zzz", many)
+
+
 def test_an_unknown_or_missing_setting_is_named() -> None:
     assert "did you mean disc or dice?" in no_such(
         "loss", "dic", ["dice", "disc"]

@@ -26,6 +26,7 @@ from medflare.core.text import Json, is_site_name
 # Of a pydantic dataclass: no conversion between numbers, texts and booleans.
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", arbitrary_types_allowed=True)
 _SHOWN = 80  # characters of a wrong value
+_MOST_LISTED = 20  # names that are all listed beside a close one
 
 S = TypeVar("S")
 
@@ -146,7 +147,8 @@ def unknown(kind: str, value: str, names: Iterable[str], location: str = "") -> 
 
 
 def no_such(kind: str, value: str, names: Iterable[str], location: str = "") -> str:
-    """One line about a name that does not exist, with the closest names that do.
+    """One line about a name that does not exist, with the closest names that do, and all names
+    unless they are many.
 
     Examples:
         >>> no_such("metric", "dise", ["dice", "iou"], "task brain")
@@ -155,8 +157,10 @@ def no_such(kind: str, value: str, names: Iterable[str], location: str = "") -> 
     choices = sorted(names)
     close = get_close_matches(str(value), choices, n=2, cutoff=0.5)
     start = f"{location}: " if location else ""
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"{start}unknown {kind} {value!r}; {hint}known: {', '.join(choices)}"
+    hints = [f"did you mean {' or '.join(close)}?"] if close else []
+    if not close or len(choices) <= _MOST_LISTED:
+        hints.append(f"known: {', '.join(choices)}")
+    return f"{start}unknown {kind} {value!r}; {' '.join(hints)}"
 
 
 def refuse_arguments(
