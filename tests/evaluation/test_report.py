@@ -311,6 +311,22 @@ def test_synthetic_images_are_marked(record: RunRecord, task: TaskConfig) -> Non
     assert "Synthetic" not in text and "A paper, 2020, CC BY." in text
 
 
+@pytest.mark.parametrize(
+    ("name", "source", "options"),
+    [
+        ("tiny", "A paper", "--task TASK.json --data-root DATA --sites"),
+        ("brain_lgg", "A paper", "--task brain_lgg --data-root DATA --sites"),
+        ("phantom", "Synthetic discs", "--task phantom --sites"),
+    ],
+)
+def test_the_command_of_a_study_names_the_task_and_its_images(
+    record: RunRecord, task: TaskConfig, name: str, source: str, options: str
+) -> None:
+    used = dataclasses.replace(task, name=name, source=source)
+    results = build_results(dataclasses.replace(record, task=used))
+    assert options in Page(render_report(results, models={"deployed", "global"})).text
+
+
 def test_names_are_escaped(record: RunRecord, history: History) -> None:
     named = dataclasses.replace(record, sites={"<script>alert(1)</script>": record.sites["B"]})
     assert "<script" not in render_report(build_results(named), history)

@@ -48,7 +48,7 @@ from medflare.evaluation.results import (
     site_results,
 )
 from medflare.tasks import classes
-from medflare.tasks.config import TaskConfig
+from medflare.tasks.config import TaskConfig, presets
 from medflare.tasks.summaries import RESAMPLES, Summary, mean_interval
 
 if TYPE_CHECKING:
@@ -149,6 +149,7 @@ def render_report(
         constants=_mean_constants(sites),
         models=models,
         next_model=_usable_folder(columns, models),
+        task_options=_task_options(results),
         level=level_sentence(results),
         columns=columns,
         sites=sites,
@@ -163,6 +164,14 @@ def render_report(
         pictures=pictures or {},
         classes=class_figures,
     )
+
+
+def _task_options(results: Json) -> str:
+    """Of a command with the run's task; results do not know its file, nor where the images are."""
+    task = results["task"] if results["task"] in presets() else "TASK.json"
+    if text.synthetic_source(results):
+        return f"--task {task}"
+    return f"--task {task} --data-root DATA"
 
 
 def _confusion(results: Json) -> dict[str, dict[str, int]]:
