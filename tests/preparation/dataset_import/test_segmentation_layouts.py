@@ -186,6 +186,19 @@ def test_two_masks_of_one_image(masks: tuple[str, str], tmp_path: Path) -> None:
     assert masks_of(tmp_path)["images/0_training.png"] == [masks[1].format(n=0)]
 
 
+@pytest.mark.parametrize(
+    ("image", "of_image"),
+    [("ct/P{n}/a.png", "mask/P{n}/a.png"), ("Bilder/P{n}/a.png", "Masken/P{n}/a_Maske.png")],
+)
+def test_a_mask_lies_in_folders_of_the_names_of_its_image(
+    image: str, of_image: str, tmp_path: Path
+) -> None:
+    files(tmp_path, image, f"{of_image}*")
+    imported(tmp_path)
+    pairs = masks_of(tmp_path)
+    assert pairs == {image.format(n=n): [of_image.format(n=n)] for n in NUMBERS}
+
+
 def test_masks_without_pairs_are_named(tmp_path: Path) -> None:
     text = error_of(files(tmp_path, "images/image_{n}.png", "masks/mask_{n4}.png*"))
     assert "masks/mask_0000.png beside images/image_0.png" in text and "--mask-column" in text

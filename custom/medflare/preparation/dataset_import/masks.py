@@ -409,16 +409,20 @@ def _masks_without_contradiction(
             same_split.append(mask)
         elif not name.split or not of_mask.split:
             no_split.append(mask)
-    return _in_case(image, same_split or no_split)
+    return _in_case(folder, image, same_split or no_split)
 
 
-def _in_case(image: Path, masks: list[Path]) -> list[Path]:
-    """The masks that share the most folders with an image."""
+def _in_case(folder: ImageFolder, image: Path, masks: Sequence[Path]) -> list[Path]:
+    """The masks that share the most folders with an image, of these the most names of folders:
+    gt/P1/1.png of ct/P1/1.png.
+    """
+    inside: Sequence[Path] = []
     for above in image.parents:
-        inside = [mask for mask in masks if str(mask).startswith(f"{above}{os.sep}")]
-        if inside:
-            return inside
-    return masks
+        inside = inside or [mask for mask in masks if str(mask).startswith(f"{above}{os.sep}")]
+    of_image = {*folder.names[image].folders}
+    counts = {mask: len(of_image.intersection(folder.names[mask].folders)) for mask in inside}
+    most = max(counts.values(), default=0)
+    return [mask for mask, count in counts.items() if count == most]
 
 
 def _take_competing(
