@@ -199,6 +199,23 @@ def test_a_mask_lies_in_folders_of_the_names_of_its_image(
     assert pairs == {image.format(n=n): [of_image.format(n=n)] for n in NUMBERS}
 
 
+@pytest.mark.parametrize("entry", ["P{n}", "data/P{n}/ct.nii.gz"])
+@pytest.mark.parametrize("home", ["", "data"])
+def test_lists_of_the_folders_of_cases_are_the_splits(
+    entry: str, home: str, tmp_path: Path
+) -> None:
+    files(tmp_path, "data/P{n}/ct.nii.gz", "data/P{n}/ct_mask.nii.gz*")
+    for split, numbers in (("train", range(6)), ("val", range(6, 8)), ("test", range(8, 10))):
+        lines = [entry.format(n=number) for number in numbers]
+        (tmp_path / home / f"{split}.txt").write_text("\n".join(lines))
+    report = imported(tmp_path)
+    of_test = {item.first.parent.name for item in report.sites[""] if item.split == "test"}
+    assert of_test == {"P8", "P9"}
+    (tmp_path / home / "test.txt").write_text(lines[0])
+    (tmp_path / "datalist.json").unlink()
+    assert "--redraw" in error_of(tmp_path)
+
+
 def test_masks_without_pairs_are_named(tmp_path: Path) -> None:
     text = error_of(files(tmp_path, "images/image_{n}.png", "masks/mask_{n4}.png*"))
     assert "masks/mask_0000.png beside images/image_0.png" in text and "--mask-column" in text

@@ -11,7 +11,7 @@ from medflare.core.errors import DataError
 from medflare.core.text import read_json, read_text
 from medflare.data.reading import stem, suffix
 from medflare.preparation.dataset_import.columns import usual_columns
-from medflare.preparation.dataset_import.folders import HEADER, Dataset, ImageFolder
+from medflare.preparation.dataset_import.folders import HEADER, Dataset, ImageFolder, Item
 from medflare.preparation.dataset_import.image_table import ImageTable
 from medflare.preparation.dataset_import.names import (
     SPLIT_WORDS,
@@ -37,11 +37,11 @@ def with_listed_splits(
     if not {item.split for item in dataset.items} <= {"", "training"}:
         return dataset
     images = [composed(stem(item.first)) for item in dataset.items]
-    known = {*images}
+    counts = _counts_of_names(dataset.items)
     folders = {item.first.parent.name for item in dataset.items}
     lists_of = {}  # file -> split -> names
     for path in [*folder.texts, *folder.root.rglob(HEADER)]:
-        lists = _listed_names(path, known, folders)
+        lists = _listed_names(path, counts, folders)
         if len(lists) > 1 or _names_split(path, images):
             lists_of[path] = lists
     tables = []
@@ -56,7 +56,7 @@ def with_listed_splits(
         for table in tables:
             _refuse_split_words(table)
         problems = [str(table.problem) for table in tables if table.problem]
-        splits = _listed_splits(images, lists_of.values(), files[0], problems)
+        splits = _listed_splits(dataset.items, counts, lists_of.values(), files[0], problems)
         source = ", ".join(map(folder.relative, files))
     else:
         splits = [first_split("".join(words(name)[:1])) for name in images]
@@ -129,8 +129,18 @@ def _split_columns(table: ImageTable) -> list[str]:
     return usual_columns(WORDS["column"]["split"], table.header)
 
 
-def _listed_names(path: Path, images: set[str], folders: set[str]) -> dict[str, set[str]]:
-    """Split -> the images that a text or JSON file lists for it; "fold" -> those with a fold.
+def _counts_of_names(items: Iterable[Item]) -> Counter[str]:
+    """Name of an image, or of its folder -> how many are called so."""
+    named: set[tuple[str, Path]] = set()
+    for item in items:
+        paths = {composed(stem(path)): path for path in (item.first.parent, item.first)}
+        named.update(paths.items())
+    return Counter(name for name, _ in named)
+
+
+def _listed_names(path: Path, counts: Counter[str], folders: set[str]) -> dict[str, set[str]]:
+    """Split -> the images that a text or JSON file lists for it, or their folders if images are
+    called alike; "fold" -> those with a fold. `counts`: see `_counts_of_names`.
 
     Files in other `folders` are other images, as imagesTs/1.nii.gz and imagesTr/1.nii.gz.
     """
@@ -142,7 +152,7 @@ def _listed_names(path: Path, images: set[str], folders: set[str]) -> dict[str, 
             content = read_text(path).splitlines()
     if isinstance(content, list):
         content = {first_split(path.stem): content}
-    name_of = {name.lstrip("0"): name for name in images if name.isdecimal()}
+    name_of = {name.lstrip("0"): name for name in counts if name.isdecimal()}
     names = defaultdict(set)
     for key, entries in content.items() if isinstance(content, dict) else ():
         split = split_name(key)
@@ -152,16 +162,19 @@ def _listed_names(path: Path, images: set[str], folders: set[str]) -> dict[str, 
             for file in files if isinstance(files, list) else [files]:
                 listed = path.parent / composed(str(file).strip()).replace("\\", "/")
                 name = stem(listed)
-                if name not in images and name.isdecimal():  # 7 for 0007.png
+                if name not in counts and name.isdecimal():  # 7 for 0007.png
                     name = name_of.get(name.lstrip("0"), name)
-                if name in images and (listed.parent.name in folders or not listed.exists()):
+                if counts[name] > 1 and counts[listed.parent.name] == 1:  # P1/image.nii.gz
+                    name = listed.parent.name
+                if counts[name] and (listed.parent.name in folders or not listed.is_file()):
                     names[split].add(name)
                     names["fold" if "fold" in fields else split].add(name)
     return names
 
 
 def _listed_splits(
-    images: Sequence[str],
+    items: Iterable[Item],
+    counts: Counter[str],
     lists: Iterable[Mapping[str, Iterable[str]]],
     first: Path,
     problems: Iterable[str],
@@ -169,6 +182,7 @@ def _listed_splits(
     """The split of each image by lists of names; DataError for an image that is not in one.
 
     Args:
+        counts: see `_counts_of_names`.
         lists: split -> names, of each file.
         first: of the files that may name the splits, also of tables, which are not read.
         problems: why the tables are not used.
@@ -178,16 +192,20 @@ def _listed_splits(
         for split, names in names_of.items():
             for name in names:
                 splits[name].add(split)
-    for name, count in Counter(images).items():
-        if len(splits[name]) != 1 or count > 1:
-            fold = ", as it has a fold" if "fold" in splits[name] else ""
-            found = (
+    found: list[str] = []
+    for item in items:
+        name, folder = (composed(stem(path)) for path in (item.first, item.first.parent))
+        listed = name if counts[name] == 1 and splits[name] else folder
+        if len(splits[listed]) != 1 or counts[listed] > 1:
+            fold = ", as it has a fold" if "fold" in splits[listed] else ""
+            problem = (
                 f"{first}: seems to name the splits, but no list of train, val and test names "
                 f"{name} alone{fold}; correct the lists, give a table with a column split, or draw "
                 "the splits with --redraw"
             )
-            raise DataError("; ".join((found, *problems)))
-    return [min(splits[name]) for name in images]
+            raise DataError("; ".join((problem, *problems)))
+        found += splits[listed]
+    return found
 
 
 def _refuse_split_words(table: ImageTable) -> None:
