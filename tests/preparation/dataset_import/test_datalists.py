@@ -263,7 +263,7 @@ def test_what_is_left_out_may_be_at_one_site_or_a_site(tmp_path: Path) -> None:
     picture(root / "A" / "thumbs" / "t.png")
     (root / "Empty").mkdir()
     options: dict[str, Any] = {"site_folders": True, "out": tmp_path / "DATA"}
-    refused("Empty: no image .* if it is no site, give --leave-out Empty", root, **options)
+    refused("Empty: no image .* if a folder is no site, give --leave-out", root, **options)
     refused(
         "hospitals: no file fits --leave-out nothing",
         root,

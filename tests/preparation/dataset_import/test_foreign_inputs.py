@@ -1708,3 +1708,14 @@ def test_a_table_of_objects_that_is_called_like_one_split_is_no_list(tmp_path: P
         table(info, other, *(row[: len(other)] for row in rows))
         (tmp_path / "datalist.json").unlink(missing_ok=True)
         assert "--redraw" in error_of(tmp_path)
+
+
+@pytest.mark.parametrize("top", ["train", "Test set", "images", "masks"])
+def test_splits_images_and_masks_are_no_sites(top: str, tmp_path: Path) -> None:
+    for name in "ab":
+        files(tmp_path, f"data/{top}/north/{name}/{name}{{n}}.png", f"data/south/{name}/{{n}}.png")
+    assert f"{top} is called like a split" in error_of(tmp_path / "data", site_folders=True)
+    text = error_of(tmp_path, site_folders=True)
+    assert text.endswith(
+        "if a folder is no site, give --leave-out with its name, or the folder that holds the sites"
+    )

@@ -50,7 +50,15 @@ from medflare.preparation.dataset_import.folders import (
 )
 from medflare.preparation.dataset_import.layouts import find_dataset
 from medflare.preparation.dataset_import.masks import WITHOUT_IMAGE, with_masks_of_cases
-from medflare.preparation.dataset_import.names import first_split, shortened, sorted_labels, words
+from medflare.preparation.dataset_import.names import (
+    IMAGE_WORDS,
+    MASK_WORDS,
+    first_split,
+    shortened,
+    sorted_labels,
+    split_folder,
+    words,
+)
 from medflare.preparation.dataset_import.options import DEFAULTS, ImportOptions
 from medflare.preparation.dataset_import.patients import assign_patients, patient_of, patient_option
 from medflare.preparation.dataset_import.shared_patients import Sites, across_sites, shared_warning
@@ -570,7 +578,11 @@ def _read_sites(
                 return _read_site(root / site, replace(of_site[site], classes=classes))
         return read(site)
 
-    return _for_each(of_site, read_with_known_classes)
+    try:
+        return _for_each(of_site, read_with_known_classes)
+    except DataError as error:
+        remedy = "give --leave-out with its name, or the folder that holds the sites"
+        raise DataError(f"{error}; if a folder is no site, {remedy}") from error
 
 
 def _for_each(sites: Iterable[str], result_of: Callable[[str], T]) -> dict[str, T]:
@@ -615,6 +627,13 @@ def _folders_of_sites(root: Path, leave_out: Sequence[str]) -> list[Path]:
         raise DataError(
             f"{root}: no folder of a site in it; correct the path, or leave out --site-folders"
         )
+    for name in (path.name for path in paths):
+        if split_folder(name) or IMAGE_WORDS.union(MASK_WORDS).issuperset(words(name)):
+            raise DataError(
+                f"{root}: {name} is called like a split, images or masks, and not like a site; "
+                f"move what is in it into the folder of each site, as SITE/{name}, leave out "
+                "--site-folders, or rename it if it is a site"
+            )
     return paths
 
 

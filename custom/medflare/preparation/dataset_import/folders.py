@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -253,7 +252,7 @@ def scan_folder(
     notes += lines_of_unread(all_files, root)
     notes += tables
     if not images:
-        raise _without_image(root, [*notes, *unreadable[:1]], one_site=all_sites is not None)
+        raise _without_image(root, [*notes, *unreadable[:1]])
     by_series = {header.series: image for image, header in headers.items()}
     patients = {}
     segmented = {}
@@ -295,12 +294,10 @@ def _without(files: Iterable[Path], root: Path, matched: Counter[str]) -> list[P
     return others
 
 
-def _without_image(root: Path, notes: Sequence[str], *, one_site: bool) -> DataError:
-    """That a folder, or that of one of several sites, has no image; `notes`: what may be why."""
+def _without_image(root: Path, notes: Sequence[str]) -> DataError:
+    """That a folder has no image; `notes`: what may be why."""
     suffixes = ", ".join((*image_suffixes(), ".dcm"))
     remedy = "give the folder of the images"
-    if one_site:
-        remedy = f"if it is no site, give --leave-out {shlex.quote(root.name)}"
     return DataError("; ".join((f"{root}: no image ({suffixes})", remedy, *notes)))
 
 
