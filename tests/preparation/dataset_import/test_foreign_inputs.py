@@ -1719,3 +1719,15 @@ def test_splits_images_and_masks_are_no_sites(top: str, tmp_path: Path) -> None:
     assert text.endswith(
         "if a folder is no site, give --leave-out with its name, or the folder that holds the sites"
     )
+
+
+def test_a_label_of_one_eye_is_not_that_of_the_other(tmp_path: Path) -> None:
+    files(tmp_path, "P1{n}_OD.png", "P1{n}_OS.png")
+    table(
+        tmp_path / "grades.csv", ("ID", "OD", "OS"), *((f"P1{n}", n % 2, n % 3) for n in range(10))
+    )
+    text = error_of(tmp_path, columns=Columns(label="OD"))
+    assert "P10_OS.png is of the other; write a row for each image" in text
+    for number in range(10):
+        (tmp_path / f"P1{number}_OS.png").unlink()
+    assert len(imported(tmp_path, columns=Columns(label="OD")).sites[""]) == 10

@@ -5,7 +5,7 @@ import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, permutations
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -113,6 +113,7 @@ def read_tables(tables: Sequence[ImageTable], options: ImportOptions = DEFAULTS)
         others = [name for name in table.frame if [name] not in used.values()]
         unfound = [] if columns.image else usual_columns(WORDS["part_column"], others)
         rows, incomplete = _read_rows(table, used, of_patient, unfound)
+        _refuse_other_sides(table, used["label"], (item.first for _, item in rows))
         read, repeated = _each_once(rows, listed)
         if repeated:
             notes.append(f"{path.name}: {repeated} rows repeat the image and the cells of another")
@@ -363,6 +364,22 @@ def _refuse_masks_beside(table: ImageTable, labels: Sequence[str]) -> None:
             f"as {table.folder.relative(masks[0])}; give --kind classification or "
             "--kind segmentation"
         )
+
+
+def _refuse_other_sides(table: ImageTable, labels: Sequence[str], images: Iterable[Path]) -> None:
+    """Raise DataError for a label of one eye, as a column OD, in a row of an image of the other."""
+    named = {*chain.from_iterable(map(words, labels))}
+    others: set[str] = set()
+    for side, other in permutations(WORDS["side"]):
+        if named.intersection(side):
+            others.update(other)
+    for image in images if others else ():
+        if others.intersection(words(stem(image))):
+            raise DataError(
+                f"{table.path}: {' and '.join(labels)} can be of one side alone, but "
+                f"{table.folder.relative(image)} is of the other; write a row for each image, with "
+                "its own label"
+            )
 
 
 def _each_once(rows: Iterable[_Row], listed: dict[Path, _Row]) -> tuple[list[Item], int]:
