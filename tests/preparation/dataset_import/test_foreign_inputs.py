@@ -1731,3 +1731,8 @@ def test_a_label_of_one_eye_is_not_that_of_the_other(tmp_path: Path) -> None:
     for number in range(10):
         (tmp_path / f"P1{number}_OS.png").unlink()
     assert len(imported(tmp_path, columns=Columns(label="OD")).sites[""]) == 10
+
+
+def test_masks_without_a_name_beside_named_ones_are_asked_about(tmp_path: Path) -> None:
+    files(tmp_path, "p{n}/img.png", "p{n}/label.png*", "p{n}/label_viz.png*")
+    assert "are the masks without a name, viz structures?" in error_of(tmp_path)

@@ -551,9 +551,10 @@ def _refuse_readers(dataset: Dataset, folder: ImageFolder) -> None:
             for row, name in enumerate(dataset.labels.values())
             if name in several[:2]
         )
+        listed = [name or "the masks without a name" for name in several]
         pattern = f", as with --leave-out {shlex.quote(_pattern_of(other, kept))}" if kept else ""
         raise DataError(
-            f"{folder.root}: are {shortened(several)} structures? if so, give --kind segmentation; "
+            f"{folder.root}: are {shortened(listed)} structures? if so, give --kind segmentation; "
             "if they are of several readers or versions, use one and leave the others out"
             f"{pattern}; if they are of several objects, unite them"
         )
