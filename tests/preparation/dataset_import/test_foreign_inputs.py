@@ -1733,6 +1733,17 @@ def test_a_label_of_one_eye_is_not_that_of_the_other(tmp_path: Path) -> None:
     assert len(imported(tmp_path, columns=Columns(label="OD")).sites[""]) == 10
 
 
+def test_folders_that_many_classes_share_may_be_the_classes(tmp_path: Path) -> None:
+    files(
+        tmp_path,
+        *(f"{stain}/grade{n}/{stain}{n}_{{n}}.png" for stain in ("HE", "Ki") for n in (1, 2)),
+    )
+    text = error_of(tmp_path)
+    assert (
+        "if grade1, grade2 are the classes, move them up; if HE, ... are the classes, give" in text
+    )
+
+
 def test_masks_without_a_name_beside_named_ones_are_asked_about(tmp_path: Path) -> None:
     files(tmp_path, "p{n}/img.png", "p{n}/label.png*", "p{n}/label_viz.png*")
     assert "are the masks without a name, viz structures?" in error_of(tmp_path)

@@ -168,7 +168,10 @@ def _by_inner_folders(
             remedy += f"; {of_copies}"
             notes.append(f"files have the same names; {of_copies}")
         if patients_in_each:
-            remedy += "; if they are patients, give a table with their classes; otherwise give"
+            remedy += (
+                f"; if they are patients, give a table with their classes; if {inside} are the "
+                f"classes, move them up; if {outer[0]}, ... are the classes, give"
+            )
         else:
             if all(map(str.isdecimal, outer)) or all(map(_may_be_patient, outer)):
                 option = _patient_option(folder, next(filter(below.get, below)), outer)
