@@ -1744,6 +1744,17 @@ def test_folders_that_many_classes_share_may_be_the_classes(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.parametrize("folder", ["gradcam", "predictions"])
+def test_pictures_of_others_are_no_class(folder: str, tmp_path: Path) -> None:
+    for number in range(10):
+        name = f"{'ab'[number % 2]}{number}.png"
+        picture(tmp_path / name[0] / name, 60 + number)
+        picture(tmp_path / folder / name, 90 + number)
+    assert f"is {folder} a class, beside a, b?" in error_of(tmp_path)
+    imported(tmp_path, leave_out=[folder])
+    assert len(entries(tmp_path)) == 10
+
+
 def test_masks_without_a_name_beside_named_ones_are_asked_about(tmp_path: Path) -> None:
     files(tmp_path, "p{n}/img.png", "p{n}/label.png*", "p{n}/label_viz.png*")
     assert "are the masks without a name, viz structures?" in error_of(tmp_path)

@@ -98,6 +98,7 @@ def class_folders(
     if not confirmed:
         _refuse_patients(folder, names, below)
         _refuse_no_classes(folder, names)
+        _refuse_pictures_of_others(folder, names, below)
     refuse_variants(names, f"{folder.root}: the class folders")
     _refuse_names_of_splits(folder, names)
     if not confirmed:
@@ -381,6 +382,27 @@ def _refuse_no_classes(folder: ImageFolder, names: Sequence[str]) -> None:
             "graded, take the folder out, and also if they are versions or masks of others; "
             "otherwise give --kind classification"
         )
+
+
+def _refuse_pictures_of_others(
+    folder: ImageFolder, names: Sequence[str], below: Mapping[Path, Sequence[str]]
+) -> None:
+    """Raise DataError for a class whose pictures have the names of those of several others, each of
+    one, as heatmaps do; `below`: image -> its folders.
+    """
+    pictures = {name: set[str]() for name in names}
+    for image, folders in below.items():
+        for name in folders[:1]:
+            pictures[name].add(stem(image))
+    for name, own in pictures.items():
+        shared = [own & others for other, others in pictures.items() if other != name]
+        of_others = [of_other for of_other in shared if of_other]
+        if len(of_others) > 1 and own == set.union(*shared) and len(own) == sum(map(len, shared)):
+            raise DataError(
+                f"{folder.root}: {is_a_class([name], names)} its pictures have the names of "
+                f"theirs; leave it out with --leave-out {shlex.quote(name)} if it holds versions "
+                "of them; otherwise give --kind classification"
+            )
 
 
 def _refuse_names_of_splits(folder: ImageFolder, names: Sequence[str]) -> None:
