@@ -1758,3 +1758,18 @@ def test_pictures_of_others_are_no_class(folder: str, tmp_path: Path) -> None:
 def test_masks_without_a_name_beside_named_ones_are_asked_about(tmp_path: Path) -> None:
     files(tmp_path, "p{n}/img.png", "p{n}/label.png*", "p{n}/label_viz.png*")
     assert "are the masks without a name, viz structures?" in error_of(tmp_path)
+
+
+@pytest.mark.parametrize("shift", [1, 9])
+def test_masks_drawn_at_one_place_are_of_readers(shift: int, tmp_path: Path) -> None:
+    files(tmp_path, "images/{n}.png", "masks/anna/{n}.png*", "masks/ben/{n}.png*")
+    for number in range(10):
+        for name, start in (("anna", 1), ("ben", 1 + shift)):
+            drawn = np.zeros((24, 24), np.uint8)
+            drawn[2:12, start : start + 9] = 255
+            Image.fromarray(drawn).save(tmp_path / "masks" / name / f"{number}.png")
+    if shift == 1:
+        text = error_of(tmp_path)
+        assert "are anna, ben structures?" in text and "--leave-out ben" in text
+    options = {"kind": "segmentation"} if shift == 1 else {}
+    assert imported(tmp_path, **options).dataset.labels == {"0": "anna", "1": "ben"}

@@ -11,7 +11,7 @@ from itertools import combinations, takewhile
 from pathlib import Path
 
 from medflare.core.errors import ConfigError, DataError
-from medflare.data.reading import PICTURES, stem, suffix
+from medflare.data.reading import PICTURES, read_stored, stem, suffix
 from medflare.preparation.dataset_import.chosen_structures import with_chosen_structures
 from medflare.preparation.dataset_import.class_folders import class_folders
 from medflare.preparation.dataset_import.columns import (
@@ -35,6 +35,7 @@ from medflare.preparation.dataset_import.listed_splits import (
     with_listed_splits,
 )
 from medflare.preparation.dataset_import.masks import (
+    SAMPLE_SIZE,
     are_masks,
     count_values,
     pair_masks,
@@ -529,7 +530,7 @@ def _by_folders(folder: ImageFolder, options: ImportOptions) -> Dataset:
 
 def _refuse_readers(dataset: Dataset, folder: ImageFolder) -> None:
     """Raise DataError for one or two structures that several names with a number may mean, as
-    those of readers do; more are vertebrae, or ribs.
+    those of readers do (more are vertebrae, or ribs), or that are drawn at one place.
     """
     names_of = defaultdict(list)
     for name in dataset.labels.values():
@@ -542,7 +543,9 @@ def _refuse_readers(dataset: Dataset, folder: ImageFolder) -> None:
         names_of[name_of_all].append(name)
     several = max(names_of.values(), key=len, default=[])
     unnamed = [name for name in dataset.labels.values() if _NO_STRUCTURE.issuperset(words(name))]
-    if len(several) < 2 or len(names_of) > 2:
+    if _are_drawn_twice(dataset):
+        several = [*dataset.labels.values()]
+    elif len(several) < 2 or len(names_of) > 2:
         others = [name for name in dataset.labels.values() if name not in unnamed]
         several = [*unnamed, *others] if unnamed else []
     if len(several) > 1:
@@ -558,6 +561,22 @@ def _refuse_readers(dataset: Dataset, folder: ImageFolder) -> None:
             "if they are of several readers or versions, use one and leave the others out"
             f"{pattern}; if they are of several objects, unite them"
         )
+
+
+def _are_drawn_twice(dataset: Dataset) -> bool:
+    """Whether the masks of two structures are mostly the same in the first images, and none lies in
+    the other, as a cup in its disc.
+    """
+    if len(dataset.labels) != 2:
+        return False
+    for item in dataset.items[:SAMPLE_SIZE]:
+        if item.rendered:
+            return False
+        first, second = (read_stored(mask, mask=True).array > 0 for mask in item.masks)
+        both = (first & second).sum() if first.shape == second.shape else 0
+        if not (first | second).sum() / 2 < both < min(first.sum(), second.sum()):
+            return False
+    return True
 
 
 def _pattern_of(masks: Sequence[Path], others: Sequence[Path]) -> str:
