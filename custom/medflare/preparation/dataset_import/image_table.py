@@ -19,6 +19,7 @@ from medflare.preparation.dataset_import.frames import SAMPLED_ROWS, UnrelatedTa
 from medflare.preparation.dataset_import.names import (
     PATIENT,
     WORDS,
+    beginnings,
     composed,
     first_split,
     parse_name,
@@ -66,7 +67,7 @@ class ImageTable:
                 self._by_end["/".join(("", *parts, name))].append(image)
             if stem(image).isdecimal():
                 self._by_number[stem(image).lstrip("0")].append(image)
-            for beginning in _beginnings(stem(image)):
+            for beginning in filter(PATIENT.search, beginnings(composed(stem(image)))[1:]):
                 self._by_beginning[beginning].append(image)
             patient = folder.patients.get(image, "")
             owners = [patient] if patient else _folders_of(inner)
@@ -277,22 +278,6 @@ def _with_short_dates(text: str) -> str:
     """
     with_year_first = _DAY_FIRST.sub(r"\3-0\2-0\1", composed(text).casefold())
     return _YEAR_FIRST.sub(r"\1\2\3", with_year_first)
-
-
-def _beginnings(name: str) -> list[str]:
-    """The beginnings of a file's name, up to a mark between its words, that may be a patient.
-
-    Examples:
-        >>> _beginnings("P07_left_2"), _beginnings("img_a")
-        (['P07', 'P07_left'], [])
-    """
-    name = composed(name)
-    beginnings = []
-    for match in re.finditer("[ _.-]+", name):
-        beginning = name[: match.start()]
-        if PATIENT.search(beginning):
-            beginnings.append(beginning)
-    return beginnings
 
 
 def _folders_of(inner: Sequence[str]) -> list[str]:

@@ -151,6 +151,17 @@ def _without(name: str, affixes: Iterable[str], number: str = "") -> str:
     return re.sub(affix, "", name, count=1, flags=re.IGNORECASE)
 
 
+def beginnings(name: str) -> list[str]:
+    """A name, and its beginnings up to a mark between its words, the longest first.
+
+    Examples:
+        >>> beginnings("P07_left.2")
+        ['P07_left.2', 'P07_left', 'P07']
+    """
+    ends = [match.start() for match in re.finditer("[ _.-]+", name)]
+    return [name, *(name[:end] for end in reversed(ends))]
+
+
 def patient_key(name: str) -> str:
     """What is the same in the ways to write a patient: Excel stores 007 as 7, people p1 as P1.
 

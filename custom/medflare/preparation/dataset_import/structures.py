@@ -31,6 +31,7 @@ from medflare.preparation.dataset_import.names import (
     IMAGE_WORDS,
     MASK_WORDS,
     FileName,
+    beginnings,
     numbered,
     parse_name,
     words,
@@ -229,16 +230,15 @@ def _image_of_longer_name(
     several, and if the rest is empty.
     """
     name = folder.names[mask]
-    ends = [match.start() for match in re.finditer(r"[ _.-]+", name.name)]
-    for end in reversed([*ends, len(name.name)]):
-        images = by_name.get(name.name[:end], ())
+    for beginning in beginnings(name.name):
+        images = by_name.get(beginning, ())
         if not images:
             continue
         beside = [image for image in images if folder.names[image].folders == name.folders]
         images = beside or images
         allowed = [image for image in images if folder.names[image].split == name.split]
         allowed = allowed or [image for image in images if not name.split]
-        rest = name.name[end:]
+        rest = name.name.removeprefix(beginning)
         return (allowed[0] if len(allowed) == 1 and rest else None), rest
     return None, ""
 
@@ -287,7 +287,6 @@ def are_in_structures(names: Iterable[FileName]) -> bool:
 def _share_names(images: _NamedFiles, masks: _NamedFiles) -> bool:
     """Whether a mask is called like an image, or like it with one more word."""
     for *folders, name in masks:
-        shorter = name, name.rpartition("_")[0], name.rpartition("-")[0]
-        if any((*folders, short) in images for short in shorter):
+        if any((*folders, beginning) in images for beginning in beginnings(name)[:2]):
             return True
     return False
