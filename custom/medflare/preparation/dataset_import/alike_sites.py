@@ -37,7 +37,9 @@ def with_all_classes(datasets: Mapping[str, Dataset], root: Path) -> dict[str, D
                 )
     if not differ:
         return _with_findings(datasets)
-    return _renumbered(datasets, sorted_labels(names), root)
+    names_of_all = sorted_labels(names)
+    refuse_variants(names_of_all, f"{root}: the sites' classes")
+    return {site: _renumbered(dataset, names_of_all) for site, dataset in datasets.items()}
 
 
 def _with_findings(datasets: Mapping[str, Dataset]) -> dict[str, Dataset]:
@@ -57,7 +59,7 @@ def _with_findings(datasets: Mapping[str, Dataset]) -> dict[str, Dataset]:
                 findings[item.label] = 1
                 item = replace(item, label=findings)
             items.append(item)
-        complete[site] = replace(dataset, items=tuple(items))
+        complete[site] = dataset.with_items(items)
     return complete
 
 
@@ -72,7 +74,8 @@ def with_classes(dataset: Dataset, classes: Sequence[str], root: Path) -> Datase
     others = [name for name in dataset.labels.values() if name not in classes]
     if others:
         raise DataError(f"{root}: images are of the class {others[0]}, which --classes lacks")
-    return _renumbered({"": dataset}, [*classes], root)[""]
+    refuse_variants(classes, f"{root}: the sites' classes")
+    return _renumbered(dataset, classes)
 
 
 def with_all_channels(datasets: Mapping[str, Dataset], root: Path) -> dict[str, Dataset]:
@@ -96,10 +99,9 @@ def with_all_channels(datasets: Mapping[str, Dataset], root: Path) -> dict[str, 
                 )
             file_of = dict(zip(orders[site], item.files, strict=True))
             items.append(replace(item, files=tuple(map(file_of.get, names))))
-        notes = dataset.notes
-        if lacking:
-            notes = (*notes, f"no file of channel {', '.join(lacking)} (null in the datalist)")
-        complete[site] = replace(dataset, items=tuple(items), channels=numbered(names), notes=notes)
+        line = f"no file of channel {', '.join(lacking)} (null in the datalist)"
+        notes = [line] if lacking else []
+        complete[site] = dataset.with_items(items, *notes, channels=numbered(names))
     return complete
 
 
@@ -119,22 +121,14 @@ def mixed_warning(datasets: Mapping[str, Dataset]) -> str:
     return f"{found}; a task is for one of them, so import them apart"
 
 
-def _renumbered(
-    datasets: Mapping[str, Dataset], names: list[str], root: Path
-) -> dict[str, Dataset]:
-    """The sites' images with these names of classes."""
-    refuse_variants(names, f"{root}: the sites' classes")
-    complete = {}
-    for site, dataset in datasets.items():
-        items = []
-        for item in dataset.items:
-            items.append(replace(item, label=names.index(dataset.labels[str(item.label)])))
-        notes = dataset.notes
-        lacking = [name for name in names if name not in dataset.labels.values()]
-        if lacking:
-            notes = (*notes, f"no image of {', '.join(lacking)}")
-        complete[site] = replace(dataset, items=tuple(items), labels=numbered(names), notes=notes)
-    return complete
+def _renumbered(dataset: Dataset, names: Sequence[str]) -> Dataset:
+    """The images with these names of classes."""
+    items = []
+    for item in dataset.items:
+        items.append(replace(item, label=names.index(dataset.labels[str(item.label)])))
+    lacking = [name for name in names if name not in dataset.labels.values()]
+    notes = [f"no image of {', '.join(lacking)}"] if lacking else []
+    return dataset.with_items(items, *notes, labels=numbered(names))
 
 
 def _names_of_labels(dataset: Dataset) -> str:

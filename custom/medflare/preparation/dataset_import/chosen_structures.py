@@ -100,11 +100,10 @@ def with_names(dataset: Dataset, present: Sequence[str], chosen: Sequence[Struct
     """
     if len(chosen) == 1:
         items = [replace(item, label=item.masks[0]) for item in dataset.items]
-        return replace(dataset, items=tuple(items), labels={}, structure=chosen[0].name)
+        return dataset.with_items(items, labels={}, structure=chosen[0].name)
     items = [replace(item, label=item.masks) for item in dataset.items]
-    return replace(
-        dataset,
-        items=tuple(items),
+    return dataset.with_items(
+        items,
         labels=numbered(structure.name for structure in chosen),
         structure="",
         annotated=tuple(present) if len(present) < len(chosen) else (),
@@ -158,8 +157,7 @@ def with_chosen_structures(
     if unlisted:
         listed = shortened([*map(str, unlisted)])
         notes.append(f"no --structure has {listed}, which count as background")
-    dataset = replace(dataset, items=tuple(items), notes=(*dataset.notes, *notes))
-    return with_names(dataset, [*values_of], chosen)
+    return with_names(dataset.with_items(items, *notes), [*values_of], chosen)
 
 
 def _of_one_structure(
@@ -225,7 +223,7 @@ def with_two_values(
                 rendered={**item.rendered, **written},
             )
         )
-    return replace(dataset, items=tuple(items), notes=(*dataset.notes, note))
+    return dataset.with_items(items, note)
 
 
 def _mask_from(file: Path, threshold: float) -> bytes:

@@ -5,7 +5,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,6 +120,11 @@ class Dataset:
     folder_column: str = ""
     # Column of a table that may name the patients, but is not used; "" if there is none.
     patient_column: str = ""
+
+    def with_items(self, items: Iterable[Item], *notes: str, **changes: Any) -> "Dataset":
+        """With other images, more notes and other changes."""
+        notes = (*self.notes, *notes)
+        return replace(self, items=tuple(items), notes=notes, **changes)
 
 
 @dataclass(frozen=True)

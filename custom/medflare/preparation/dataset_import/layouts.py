@@ -380,7 +380,7 @@ def _described_by(
         if read is not None:
             table.problem = None
             layout = "; ".join(filter(None, (dataset.layout, read)))
-            dataset = replace(dataset, items=tuple(items), layout=layout)
+            dataset = dataset.with_items(items, layout=layout)
     return dataset
 
 

@@ -66,7 +66,7 @@ def with_listed_splits(
     items = []
     for item, split in zip(dataset.items, splits, strict=True):
         items.append(replace(item, split=split))
-    return replace(dataset, items=tuple(items), layout=f"{dataset.layout}, splits by {source}")
+    return dataset.with_items(items, layout=f"{dataset.layout}, splits by {source}")
 
 
 def refuse_split_tables(
