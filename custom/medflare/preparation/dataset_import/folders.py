@@ -215,7 +215,6 @@ def scan_folder(
     left_out: LeftOut = {}
     unreadable = []
     others: dict[Path, str] = {}
-    tables: list[str] = []  # lines about files that may be tables
     read = image_suffixes()
     matched: Counter[str] = Counter(dict.fromkeys(leave_out, 0))  # pattern -> files
     if all_sites is None:
@@ -228,7 +227,6 @@ def scan_folder(
             left_out.setdefault("as they are empty", []).extend(path.name for path in empty)
         files = [file for file in files if file not in empty]
         dicom = [file for file in files if file.is_file() and is_dicom(file)]
-        tables += _lines_of_tables({*files} - {*dicom})
         readable, damaged, without_image = _read_headers(dicom)
         others |= without_image
         unreadable += [line.removeprefix(f"{root}/") for line in damaged]
@@ -255,7 +253,6 @@ def scan_folder(
     if others:
         notes.append(_line_of_objects(others, root))
     notes += lines_of_unread(all_files, root)
-    notes += tables
     if not images:
         raise _without_image(root, [*notes, *unreadable[:1]])
     by_series = {header.series: image for image, header in headers.items()}
@@ -381,12 +378,12 @@ def lines_of_unread(files: Iterable[Path], root: Path) -> list[str]:
     for remedy, endings in WORDS["unread_suffix"].items():
         listed = [file for file in files if _ending(file) in endings and suffix(file) not in read]
         lines += _line_of_files(f"files to {remedy}", listed, root)
-    pictures = defaultdict(list)  # suffix -> files without one
+    unnamed = defaultdict(list)  # kind of content -> files without a suffix
     for file in files:
         if not suffix(file) and file.is_file():
-            pictures[_suffix_of_content(file)].append(file)
-    for ending in sorted(pictures.keys() - {""}):
-        lines += _line_of_files(f"pictures without {ending} in their names", pictures[ending], root)
+            unnamed[_kind_of_content(file)].append(file)
+    for kind in sorted(unnamed.keys() - {""}):
+        lines += _line_of_files(kind, unnamed[kind], root)
     return lines
 
 
@@ -395,12 +392,20 @@ def _ending(file: Path) -> str:
     return suffix(Path(file.stem) if file.suffix[1:].isdecimal() else file)
 
 
-def _suffix_of_content(file: Path) -> str:
-    """The suffix that a picture has by its first bytes, or ""."""
-    begin = b""
+def _kind_of_content(file: Path) -> str:
+    """What a file without a suffix seems to be, or "": a picture by its first bytes, or a table by
+    the same number of commas or tabs in its first two lines, two or more.
+    """
+    first = second = b""
     with suppress(OSError), file.open("rb") as opened:  # no permission
-        begin = opened.read(4)
-    return next((ending for mark, ending in _MARKS.items() if begin.startswith(mark)), "")
+        first, second = opened.readline(_LINE), opened.readline(_LINE)
+    for mark, ending in _MARKS.items():
+        if first.startswith(mark):
+            return f"pictures without {ending} in their names"
+    is_text = b"\0" not in first + second
+    if is_text and any(first.count(sign) == second.count(sign) > 1 for sign in (b",", b"\t")):
+        return "files without a suffix that may be tables (if so, give --table)"
+    return ""
 
 
 def _line_of_files(kind: str, files: Collection[Path], root: Path) -> list[str]:
@@ -408,28 +413,6 @@ def _line_of_files(kind: str, files: Collection[Path], root: Path) -> list[str]:
     if not files:
         return []
     return [f"left out, {kind}: {len(files)}, the first: {min(files).relative_to(root).as_posix()}"]
-
-
-def _lines_of_tables(files: Iterable[Path]) -> list[str]:
-    """A line for each file without a suffix that may be a table."""
-    lines = []
-    for file in sorted(files):
-        if not suffix(file) and file.is_file() and _may_be_table(file):
-            lines.append(
-                f"left out, {file.name}, as it has no suffix; if it is a table, give --table {file}"
-            )
-    return lines
-
-
-def _may_be_table(file: Path) -> bool:
-    """Whether the first two lines of a text file have the same number of commas or tabs, two or
-    more.
-    """
-    first = second = b""
-    with suppress(OSError), file.open("rb") as opened:  # no permission
-        first, second = opened.readline(_LINE), opened.readline(_LINE)
-    is_text = b"\0" not in first + second
-    return is_text and any(first.count(sign) == second.count(sign) > 1 for sign in (b",", b"\t"))
 
 
 LeftOut = dict[str, list[str]]  # why folders are left out -> their names
