@@ -61,14 +61,19 @@ from medflare.preparation.dataset_import.names import (
 )
 from medflare.preparation.dataset_import.options import DEFAULTS, ImportOptions
 from medflare.preparation.dataset_import.patients import assign_patients, patient_of, patient_option
-from medflare.preparation.dataset_import.shared_patients import Sites, across_sites, shared_warning
 from medflare.preparation.dataset_import.site_files import (
     check_files,
     check_target,
     place_files,
     write_datalist,
 )
-from medflare.preparation.dataset_import.splits import draw_splits, items_by_site
+from medflare.preparation.dataset_import.splits import (
+    Sites,
+    across_sites,
+    draw_splits,
+    items_by_site,
+    shared_warning,
+)
 from medflare.preparation.dataset_import.written_masks import can_be_written
 
 # Maximum of folders, and minimum of images in each, for which they may be sites; maximum of folders

@@ -22,13 +22,13 @@ from medflare.preparation.dataset_import.papers.splits import (
     without_divided,
 )
 from medflare.preparation.dataset_import.patients import patient_of
-from medflare.preparation.dataset_import.shared_patients import Sites, shared_warning
 from medflare.preparation.dataset_import.site_files import (
     check_files,
     check_target,
     place_files,
     write_datalist,
 )
+from medflare.preparation.dataset_import.splits import Sites, shared_warning
 
 # Names in `Preparation.counts`, besides classes.
 IMAGES = "images"

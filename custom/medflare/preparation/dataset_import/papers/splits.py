@@ -10,8 +10,7 @@ from medflare.data.reading import stem
 from medflare.preparation.dataset_import.folders import Item
 from medflare.preparation.dataset_import.frames import read_frame
 from medflare.preparation.dataset_import.names import split_name
-from medflare.preparation.dataset_import.shared_patients import Sites, across_sites
-from medflare.preparation.dataset_import.splits import draw_splits
+from medflare.preparation.dataset_import.splits import Sites, across_sites, draw_splits
 
 SPLIT_FILE = "split_of_the_paper.csv"  # beside the downloads, a row per image
 _COLUMNS = ("image_id", "site", "split")
