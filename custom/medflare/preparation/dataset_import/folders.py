@@ -194,6 +194,11 @@ class ImageFolder:
         """The images that are called as masks are."""
         return [path for path, name in self.names.items() if name.mask]
 
+    @cached_property
+    def no_masks(self) -> list[Path]:
+        """The other images."""
+        return [path for path, name in self.names.items() if not name.mask]
+
 
 def scan_folder(
     root: Path, leave_out: Sequence[str] = (), all_sites: Path | None = None

@@ -320,7 +320,7 @@ def _without_loose(folder: ImageFolder, *, skip: bool) -> tuple[ImageFolder, lis
     """The folder without a few pictures beside the folders of all other images, as a cover, and a
     line for each; DataError unless one may `skip` them.
     """
-    images = [image for image in folder.images if not folder.names[image].mask]
+    images = folder.no_masks
     common = common_folder(folder.images)
     loose = [image for image in images if image.parent == common]
     names = Counter(name.name for name in folder.names.values())
@@ -408,7 +408,7 @@ def _refuse_copies(folder: ImageFolder) -> None:
     times = Counter(image.name for image in folder.images)
     repeated = [image for image in folder.images if times[image.name] > 1]
     first_of: dict[tuple[str, int, int], Path] = {}
-    alike: defaultdict[tuple[Path, Path], list[tuple[Path, Path]]] = defaultdict(list)
+    alike = defaultdict(list)  # folders -> pairs of their files
     for image in filter(Path.is_file, repeated):
         with image.open("rb") as opened:
             key = (image.name, image.stat().st_size, hash(opened.read(_START)))
@@ -439,17 +439,17 @@ def _is_picture(top: Path, image: Path) -> bool:
     return image.is_relative_to(top) and not parse_name(image.relative_to(top)).mask
 
 
-def _where_they_part(first: Path, second: Path) -> tuple[Path, Path]:
+def _where_they_part(first: Path, second: Path) -> tuple[Path, ...]:
     """The outermost folders that hold one of two files each, or one of them that holds both and a
     copy in it.
     """
     common = common_folder([first, second])
-    below = [file.relative_to(common).parts for file in (first, second)]
-    tops = [common.joinpath(*parts[:-1][:1]) for parts in below]
-    shorter, longer = sorted((0, 1), key=lambda number: len(below[number]))
-    if below[longer][-len(below[shorter]) :] == below[shorter]:
-        tops[shorter] = common
-    return tops[0], tops[1]
+    inner, other = (file.relative_to(common).parts for file in (first, second))
+    tops = []
+    for own, longer in ((inner, other), (other, inner)):
+        holds_copy = longer[-len(own) :] == own
+        tops.append(common if holds_copy else common.joinpath(*own[:-1][:1]))
+    return tuple(tops)
 
 
 def _with_patients(
@@ -513,7 +513,7 @@ def _by_folders(folder: ImageFolder, options: ImportOptions) -> Dataset:
         return structures
     if kind == "segmentation" or (masks and kind != "classification"):
         return with_chosen_structures(folder, pair_masks(folder, options), options.structures)
-    images = [image for image in folder.images if not folder.names[image].mask]
+    images = folder.no_masks
     names = {folder.names[image].name for image in images}
     note = f"{len(masks)} masks are not used"
     if masks and names.isdisjoint(folder.names[mask].name for mask in masks):

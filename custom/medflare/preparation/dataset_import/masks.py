@@ -252,13 +252,10 @@ def _assign_masks(folder: ImageFolder) -> tuple[dict[Path, dict[str, Path]], lis
     names = folder.names
     files_of: dict[Path, dict[str, Path]] = {}
     by_name = defaultdict(list)
-    images = []
-    for path, name in names.items():
-        if name.mask:
-            files_of[path] = {}
-            by_name[name.name].append(path)
-        else:
-            images.append(path)
+    for mask in folder.masks:
+        files_of[mask] = {}
+        by_name[names[mask].name].append(mask)
+    images = folder.no_masks
     in_folder = Counter(image.parent for image in images)
     modalities = _modality_folders(images)
 
