@@ -64,7 +64,7 @@ def class_folders(
     Folders of splits do not count. DataError for other images of fewer than two classes; unless
     they are `confirmed` by --kind classification, also for what may be patients, sites or versions.
     """
-    tree = _tree_of(folder, images)
+    tree = _tree_of(folder, images, confirmed)
     names = tree.names
     layout = "a folder per class"
     of_sites = [name for name in classes_of_sites if name in tree.above]
@@ -75,12 +75,12 @@ def class_folders(
             tree.refuse_masks()
         return tree.dataset(0, of_sites[:1], layout)
     if len(names) < 2:
-        raise tree.without_classes(confirmed=confirmed)
-    dataset = tree.by_inner_folders(confirmed=confirmed)
+        raise tree.without_classes()
+    dataset = tree.by_inner_folders()
     if dataset is not None:
         return dataset
     tree.refuse_repeated()
-    notes = tree.two_levels(confirmed=confirmed)
+    notes = tree.two_levels()
     _refuse_names(folder, names)
     if not confirmed:
         tree.refuse_sites()
@@ -95,14 +95,14 @@ def class_folders(
     return replace(tree.dataset(0, names, layout), notes=tuple(notes))
 
 
-def _tree_of(folder: ImageFolder, images: Sequence[Path]) -> "_Tree":
+def _tree_of(folder: ImageFolder, images: Sequence[Path], confirmed: bool) -> "_Tree":
     """The images below the folder that all share, without folders that all have in it."""
     common = common_folder(images)
     below = _once({image: folders_below(common, image) for image in images})
     shared = Path(os.path.commonpath(["/".join(folders) for folders in below.values()])).parts
     above = [*folders_below(folder.root, common / "image"), *shared]
     inner = {image: folders[len(shared) :] for image, folders in below.items()}
-    return _Tree(folder, inner, above)
+    return _Tree(folder, inner, above, confirmed)
 
 
 def _once(below: Mapping[Path, list[str]]) -> dict[Path, list[str]]:
@@ -126,6 +126,7 @@ class _Tree:
     folder: ImageFolder
     below: Mapping[Path, Sequence[str]]  # image -> its folders, of which the first may be its class
     above: Sequence[str]  # the folders of all images
+    confirmed: bool  # by --kind classification
 
     @cached_property
     def images(self) -> dict[str, list[Path]]:
@@ -172,14 +173,14 @@ class _Tree:
             missing=tuple(missing),
         )
 
-    def by_inner_folders(self, *, confirmed: bool) -> Dataset | None:
+    def by_inner_folders(self) -> Dataset | None:
         """The images by class, if the classes are folders in those of patients, years or scanners;
-        DataError unless this is `confirmed`.
+        DataError unless this is confirmed.
         """
         names = sorted_labels(set.union(*self.inner.values()))
         outer = self.names
         shared = sorted_labels(set.intersection(*self.inner.values()))
-        of_patients = _hold_classes(self.inner)
+        of_patients = self.hold_classes()
         patients_in_each = all(map(_may_be_patient, shared))
         notes: list[str] = []
         if of_patients:
@@ -190,7 +191,7 @@ class _Tree:
                 f"{first}, ... patients, give --kind classification; if {first}, ... are sites, "
                 "give --site-folders; otherwise keep one of the folders in each, or rename them"
             )
-        elif len(shared) < 2 or (confirmed and patients_in_each):
+        elif len(shared) < 2 or (self.confirmed and patients_in_each):
             return None
         else:
             layout = f"a folder per class in each of {_first_of(outer)}"
@@ -223,7 +224,7 @@ class _Tree:
                 f"each of {_first_of(outer)} holds the folders {inside}; if {outer[0]}, ... are "
                 f"sites, give --site-folders; {remedy} --kind classification"
             )
-        if not confirmed:
+        if not self.confirmed:
             swapped = {}
             for image, folders in self.below.items():
                 if len(folders) > 1:
@@ -233,6 +234,18 @@ class _Tree:
         _refuse_names(self.folder, names)
         dataset = self.dataset(1, names, layout, of_patients=of_patients)
         return replace(dataset, notes=tuple(notes))
+
+    def hold_classes(self) -> bool:
+        """Whether folders may be of patients, and those in them classes, as 8863/0, 8863/1, 8864/0
+        of IDC's patches.
+        """
+        counts = Counter(chain.from_iterable(self.inner.values()))
+        if not 1 < len(counts) <= len(self.inner) / 4 or min(counts.values()) < 2:
+            return False
+        if not all(map(PATIENT.search, self.inner)) or any(map(PATIENT.search, counts)):
+            return False
+        no_patients = {"fold", *WORDS["site_column"]}
+        return no_patients.isdisjoint(chain.from_iterable(map(words, self.inner)))
 
     def have_same_names(self) -> bool:
         """Whether nearly all images have the name of one in another first folder."""
@@ -249,7 +262,7 @@ class _Tree:
         level = min(parts.index(name) for name in self.names if name in parts) + below
         return f"--patient '^{'[^/]+/' * level}([^/]+)/'"
 
-    def without_classes(self, *, confirmed: bool) -> DataError:
+    def without_classes(self) -> DataError:
         """Why images have no classes."""
         root = self.folder.root
         loose = [image for image, folders in self.below.items() if not folders]
@@ -267,7 +280,7 @@ class _Tree:
                 f"{problem}; give this folder, or leave the file out with --leave-out "
                 f"{loose[0].name}{masks}"
             )
-        companions = {} if confirmed else _companions(self.below)
+        companions = {} if self.confirmed else _companions(self.below)
         if companions:
             first = self.folder.relative(next(iter(companions.values())))
             return DataError(
@@ -317,8 +330,8 @@ class _Tree:
                     f"if {name} is a split, rename it train, val or test; otherwise take it out"
                 )
 
-    def two_levels(self, *, confirmed: bool) -> list[str]:
-        """A line, or a DataError if not `confirmed`, that one folder holds several that may be the
+    def two_levels(self) -> list[str]:
+        """A line, or a DataError unless confirmed, that one folder holds several that may be the
         classes, and another images alone, as dataset/benign, dataset/malignant and figures.
         """
         without = [name for name, folders in self.inner.items() if not folders]
@@ -329,7 +342,7 @@ class _Tree:
                     f"{name} holds the folders {listed}, {without[0]} holds images; if {listed} "
                     f"are the classes, give the folder {name}"
                 )
-                if not confirmed:
+                if not self.confirmed:
                     raise DataError(
                         f"{self.folder.root}: {line}; otherwise give --kind classification"
                     )
@@ -476,19 +489,6 @@ class _Tree:
 
 def _may_be_patient(folder: str) -> bool:
     return bool(PATIENT.search(folder)) or not {*words(folder)}.isdisjoint(_PATIENT_WORDS)
-
-
-def _hold_classes(inner: Mapping[str, Collection[str]]) -> bool:
-    """Whether folders may be of patients, and those in them classes; `inner`: folder -> those in
-    it. As 8863/0, 8863/1, 8864/0 of IDC's patches.
-    """
-    counts = Counter(chain.from_iterable(inner.values()))
-    if not 1 < len(counts) <= len(inner) / 4 or min(counts.values()) < 2:
-        return False
-    if not all(map(PATIENT.search, inner)) or any(map(PATIENT.search, counts)):
-        return False
-    no_patients = {"fold", *WORDS["site_column"]}
-    return no_patients.isdisjoint(chain.from_iterable(map(words, inner)))
 
 
 def _first_of(names: Sequence[str]) -> str:

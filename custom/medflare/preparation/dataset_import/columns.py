@@ -6,7 +6,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
-import numpy as np
 import pandas as pd
 
 from medflare.core.errors import DataError
@@ -300,11 +299,10 @@ def _columns_of_flags(table: ImageTable, others: Sequence[str]) -> list[str]:
 
 def _classes_among(frame: pd.DataFrame, flags: list[str]) -> list[str]:
     """The most neighbours of these columns that are classes: each row has one 1 in them."""
-    numbers = frame[flags].map(number_of).astype(int).to_numpy()
-    sums = np.pad(numbers.cumsum(axis=1), ((0, 0), (1, 0)))  # of the columns before each
+    numbers = frame[flags].map(number_of).to_numpy(bool)
     for width in range(len(flags), 1, -1):
         for start in range(len(flags) - width + 1):
-            if (sums[:, start + width] - sums[:, start] == 1).all():
+            if (numbers[:, start : start + width].sum(axis=1) == 1).all():
                 return flags[start : start + width]
     return []
 
