@@ -323,29 +323,27 @@ def _assign_in_cases(
     for case, (mask, *more) in masks_of.items():
         if not (more or files_of[mask]) and suffix(mask) in NIFTI:
             mask_of[case] = mask
-    volumes: defaultdict[Path, list[Path]] = defaultdict(list)  # case -> images
-    others = []
+    case_of = {}
     for image in images:
-        cases = [above for above in (image.parent, image.parent.parent) if above in mask_of]
-        if cases and suffix(image) in NIFTI:
-            volumes[cases[0]].append(image)
-        else:
-            others.append(image)
+        for above in (image.parent.parent, image.parent):
+            if above in mask_of and suffix(image) in NIFTI:
+                case_of[image] = above
+    volumes = Counter(case_of.values())  # case -> how many it has
     mask_names = {_name_in_case(folder, mask_of[case], case) for case in volumes}
-    alone = all(len(listed) == 1 for listed in volumes.values())
     channel_of = {}
-    for case, listed in volumes.items():
-        for image in listed:
-            channel_of[image] = "" if alone else _name_in_case(folder, image, case)
+    for image, case in case_of.items():
+        alone = max(volumes.values()) == 1
+        channel_of[image] = "" if alone else _name_in_case(folder, image, case)
     repeated = len({*channel_of.values()}) < len(channel_of)
     if len(mask_names) != 1 or not repeated:
         return [*images]
-    for case, listed in volumes.items():
-        for image in listed:
-            if image.parent != listed[0].parent:
-                raise _two_images(folder, [listed[0], image], mask_of[case])
-            files_of[mask_of[case]][channel_of[image]] = image
-    return others
+    for image, case in case_of.items():
+        files = files_of[mask_of[case]]
+        first = next(iter(files.values()), image)
+        if image.parent != first.parent:
+            raise _two_images(folder, [first, image], mask_of[case])
+        files[channel_of[image]] = image
+    return [image for image in images if image not in case_of]
 
 
 def _name_in_case(folder: ImageFolder, file: Path, case: Path) -> str:

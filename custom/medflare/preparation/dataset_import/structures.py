@@ -192,8 +192,8 @@ def structure_suffixes(folder: ImageFolder, options: ImportOptions) -> Dataset |
     As RIM-ONE's im1.png, im1-Cup.png and im1-Disc.png, or IDRiD's Microaneurysms/IDRiD_01_MA.tif.
     """
     by_name = defaultdict(list)
-    for image in folder.no_masks:
-        by_name[folder.names[image].name].append(image)
+    for file in folder.no_masks:
+        by_name[folder.names[file].name].append(file)
     masks_of: defaultdict[Path, dict[str, Path]] = defaultdict(dict)
     for mask in folder.masks:
         image, rest = _image_of_longer_name(folder, mask, by_name)
