@@ -34,6 +34,7 @@ from medflare.preparation.dataset_import.names import (
     is_a_class,
     numbered,
     refuse_variants,
+    shortened,
     sorted_labels,
     ungraded,
     words,
@@ -194,12 +195,12 @@ class _Tree:
         elif len(shared) < 2 or (self.confirmed and patients_in_each):
             return None
         else:
-            layout = f"a folder per class in each of {_first_of(outer)}"
-            inside = _first_of(shared)
+            layout = f"a folder per class in each of {shortened(outer)}"
+            inside = shortened(shared)
             remedy = "if they are splits, rename them train, val or test"
             if self.have_same_names():
                 of_copies = (
-                    f"if {_first_of(outer)} hold the same pictures, as of two sizes, leave one out "
+                    f"if {shortened(outer)} hold the same pictures, as of two sizes, leave one out "
                     f"with --leave-out {shlex.quote(outer[0])}"
                 )
                 remedy += f"; {of_copies}"
@@ -221,7 +222,7 @@ class _Tree:
                     "folders; if only the folders in them are classes, give"
                 )
             problem = (
-                f"each of {_first_of(outer)} holds the folders {inside}; if {outer[0]}, ... are "
+                f"each of {shortened(outer)} holds the folders {inside}; if {outer[0]}, ... are "
                 f"sites, give --site-folders; {remedy} --kind classification"
             )
         if not self.confirmed:
@@ -337,7 +338,7 @@ class _Tree:
         without = [name for name, folders in self.inner.items() if not folders]
         for name, folders in sorted(self.inner.items()):
             if without and len(folders) > 1 and not any(map(_may_be_patient, folders)):
-                listed = _first_of(sorted(folders))
+                listed = shortened(sorted(folders))
                 line = (
                     f"{name} holds the folders {listed}, {without[0]} holds images; if {listed} "
                     f"are the classes, give the folder {name}"
@@ -447,7 +448,7 @@ class _Tree:
             splits |= of_class
         if len(splits - {""}) > 1:
             raise DataError(
-                f"{self.folder.root}: are the folders {_first_of(self.names)} the classes, though "
+                f"{self.folder.root}: are the folders {shortened(self.names)} the classes, though "
                 "each is in one split alone? if so, give --kind classification; otherwise give a "
                 "table with the classes"
             )
@@ -462,7 +463,7 @@ class _Tree:
         if len(numbered_of) > 1 and min(map(len, numbered_of.values())) > 1:
             classes = ", ".join(sorted_labels(numbered_of))
             raise DataError(
-                f"{root}: are {_first_of(names)} patients of the classes {classes}? if so, move "
+                f"{root}: are {shortened(names)} patients of the classes {classes}? if so, move "
                 f"them into folders of these names, and give {self.patient_option(1)}; if they are "
                 "parts of these classes, move what is in them into such folders; if each is a "
                 "class, give --kind classification"
@@ -482,17 +483,13 @@ class _Tree:
         numbered_alike = bool(numbers) and len(stems) == 1 and not of_grades
         if numbered_alike or {name.lower() for name in names} <= {*WORDS["eye"]}:
             raise DataError(
-                f"{root}: are the folders {', '.join(names[:3])} the classes? if so, give --kind "
+                f"{root}: are the folders {shortened(names)} the classes? if so, give --kind "
                 "classification; otherwise give a table with the classes"
             )
 
 
 def _may_be_patient(folder: str) -> bool:
     return bool(PATIENT.search(folder)) or not {*words(folder)}.isdisjoint(_PATIENT_WORDS)
-
-
-def _first_of(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _refuse_no_classes(folder: ImageFolder, names: Sequence[str]) -> None:

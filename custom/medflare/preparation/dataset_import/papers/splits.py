@@ -9,7 +9,7 @@ from medflare.core.errors import DataError
 from medflare.data.reading import stem
 from medflare.preparation.dataset_import.folders import Item
 from medflare.preparation.dataset_import.frames import read_frame
-from medflare.preparation.dataset_import.names import split_name
+from medflare.preparation.dataset_import.names import shortened, split_name
 from medflare.preparation.dataset_import.splits import Sites, across_sites, draw_splits
 
 SPLIT_FILE = "split_of_the_paper.csv"  # beside the downloads, a row per image
@@ -63,10 +63,9 @@ def _read_splits(file: Path) -> dict[tuple[str, str], str]:
 def _refuse_difference(file: Path, words: str, images: Iterable[tuple[str, str]]) -> None:
     names = [f"{image} of {site}" for site, image in sorted(images)]
     if names:
-        listed = names[0]
-        if len(names) > 1:
-            listed += f" and {len(names) - 1} more"
-        raise DataError(f"{file}: {words} {listed}; correct the table, or complete the download")
+        raise DataError(
+            f"{file}: {words} {shortened(names)}; correct the table, or complete the download"
+        )
 
 
 def split_sites(sites: Sites, shares: Mapping[str, float], seed: int) -> dict[str, list[Item]]:
