@@ -33,7 +33,7 @@ from medflare.preparation.dataset_import.alike_sites import (
     with_all_classes,
     with_classes,
 )
-from medflare.preparation.dataset_import.chosen_structures import with_two_values
+from medflare.preparation.dataset_import.chosen_structures import can_be_written, with_two_values
 from medflare.preparation.dataset_import.columns import ColumnError
 from medflare.preparation.dataset_import.folders import (
     NEARLY_ALL,
@@ -74,7 +74,6 @@ from medflare.preparation.dataset_import.splits import (
     items_by_site,
     shared_warning,
 )
-from medflare.preparation.dataset_import.written_masks import can_be_written
 
 # Maximum of folders, and minimum of images in each, for which they may be sites; maximum of folders
 # with fewer, which may be splits.

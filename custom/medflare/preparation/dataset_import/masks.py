@@ -19,7 +19,12 @@ from medflare.core.text import read_json
 from medflare.data.dicom import tags_of
 from medflare.data.reading import JPEG, NIFTI, PICTURES, explained, read_stored, stem, suffix
 from medflare.data.targets import plain_name
-from medflare.preparation.dataset_import.chosen_structures import Structure
+from medflare.preparation.dataset_import.chosen_structures import (
+    Structure,
+    can_be_written,
+    empty_mask,
+    path_of_mask,
+)
 from medflare.preparation.dataset_import.folders import (
     HEADER,
     MAX_CLASSES,
@@ -30,11 +35,6 @@ from medflare.preparation.dataset_import.folders import (
 )
 from medflare.preparation.dataset_import.names import MASK_WORDS, WORDS, numbered, words
 from medflare.preparation.dataset_import.options import ImportOptions
-from medflare.preparation.dataset_import.written_masks import (
-    can_be_written,
-    empty_mask,
-    path_of_mask,
-)
 
 _STRIDE = 16  # between the pixels that are looked at first
 SAMPLE_SIZE = 3  # pictures of a folder that are read to tell masks from photographs

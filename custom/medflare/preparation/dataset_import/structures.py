@@ -11,7 +11,13 @@ from typing import Any
 
 from medflare.core.errors import DataError
 from medflare.data.reading import stem
-from medflare.preparation.dataset_import.chosen_structures import names_here, with_names
+from medflare.preparation.dataset_import.chosen_structures import (
+    can_be_written,
+    empty_mask,
+    names_here,
+    path_of_mask,
+    with_names,
+)
 from medflare.preparation.dataset_import.folders import (
     MAX_CLASSES,
     Dataset,
@@ -37,11 +43,6 @@ from medflare.preparation.dataset_import.names import (
     words,
 )
 from medflare.preparation.dataset_import.options import ImportOptions
-from medflare.preparation.dataset_import.written_masks import (
-    can_be_written,
-    empty_mask,
-    path_of_mask,
-)
 
 _NamedFiles = dict[tuple[str, ...], Path]  # split, folders and name of an image -> the file
 
