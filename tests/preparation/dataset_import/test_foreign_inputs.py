@@ -14,6 +14,7 @@ from PIL import ExifTags, Image
 from helpers.downloaded_folders import mask, picture, table
 from helpers.volume_sites import change, dicom_series, write
 from medflare.cli import main
+from medflare.preparation.dataset_import.names import shortened
 from medflare.preparation.dataset_import.options import Columns
 from medflare.preparation.proposing import TaskHints, propose
 from preparation.dataset_import.test_segmentation_layouts import error_of, files, imported
@@ -1419,7 +1420,7 @@ def test_folders_of_years_parts_or_eyes_are_no_classes(
     for name in names:
         files(tmp_path, f"{name}/a{{n}}{name}.png")
     if asked:
-        assert f"are the folders {', '.join(names[:3])} the classes?" in error_of(tmp_path)
+        assert f"are the folders {shortened(names)} the classes?" in error_of(tmp_path)
     imported(tmp_path, kind="classification" if asked else "")
 
 

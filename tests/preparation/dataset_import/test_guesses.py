@@ -992,7 +992,7 @@ def test_folders_of_patients_of_the_same_numbers(tmp_path: Path) -> None:
         for patient in range(4):
             pictures(tmp_path / "patients" / name / f"case{patient}", 3)
             pictures(tmp_path / "sites" / name / str(patient), 3)
-    assert "otherwise give --kind classification" in error_of(tmp_path / "patients")
+    assert "benign, ... are the classes, give --kind" in error_of(tmp_path / "patients")
     report = imported(tmp_path / "patients", kind="classification")
     assert report.dataset.labels == {"0": "benign", "1": "malignant"}
     # Single digits are rather grades, in folders of sites.

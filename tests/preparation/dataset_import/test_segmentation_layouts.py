@@ -216,6 +216,21 @@ def test_lists_of_the_folders_of_cases_are_the_splits(
     assert "--redraw" in error_of(tmp_path)
 
 
+def test_channels_in_folders_need_a_folder_called_masks(tmp_path: Path) -> None:
+    files(tmp_path, "ADC/{n}.nii.gz", "T2/{n}.nii.gz", "lesion/{n}.nii.gz*")
+    text = error_of(tmp_path)
+    assert "call their folder masks if the others hold channels" in text
+    (tmp_path / "lesion").rename(tmp_path / "masks")
+    assert "a file per channel (ADC, T2)" in imported(tmp_path).dataset.layout
+
+
+def test_one_of_two_data_sets_has_channels(tmp_path: Path) -> None:
+    files(tmp_path, "raw/imagesTr/a{n}_0000.nii.gz", "raw/labelsTr/a{n}.nii.gz*")
+    files(tmp_path, "other/images/b{n}.nii.gz", "other/masks/b{n}.nii.gz*")
+    files(tmp_path, "raw/imagesTr/a{n}_0001.nii.gz")
+    assert "give the folder of one data set, or list them in a table" in error_of(tmp_path)
+
+
 def test_masks_without_pairs_are_named(tmp_path: Path) -> None:
     text = error_of(files(tmp_path, "images/image_{n}.png", "masks/mask_{n4}.png*"))
     assert "masks/mask_0000.png beside images/image_0.png" in text and "--mask-column" in text

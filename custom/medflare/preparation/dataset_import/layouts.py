@@ -567,10 +567,8 @@ def _are_drawn_twice(dataset: Dataset) -> bool:
     """Whether the masks of two structures are mostly the same in the first images, and none lies in
     the other, as a cup in its disc.
     """
-    if len(dataset.labels) != 2:
-        return False
     for item in dataset.items[:SAMPLE_SIZE]:
-        if item.rendered:
+        if len(item.masks) != 2 or item.rendered:
             return False
         first, second = (read_stored(mask, mask=True).array > 0 for mask in item.masks)
         both = (first & second).sum() if first.shape == second.shape else 0

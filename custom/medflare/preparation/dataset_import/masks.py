@@ -101,7 +101,7 @@ def pair_masks(folder: ImageFolder, options: ImportOptions) -> Dataset:
     if len(channels) > 1 and "" in channels:
         raise DataError(
             f"{folder.root}: some images have a file per channel ({channels[1]}), others do not; "
-            "list them in a table"
+            "give the folder of one data set, or list them in a table"
         )
     _refuse_slices_beside_volumes(folder, items)
     _refuse_masks_as_channels(folder, items, channels if not options.kind else ())

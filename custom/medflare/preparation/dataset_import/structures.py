@@ -79,7 +79,8 @@ def structure_folders(folder: ImageFolder, options: ImportOptions) -> Dataset | 
         remedy = "give all masks two values" if kind else "give --kind classification"
         raise DataError(
             f"{folder.root}: {listed} have pictures of two values only, as masks do, beside "
-            f"{', '.join(homes)}; list them in a table with --mask-column, or {remedy}"
+            f"{', '.join(homes)}; call their folder masks if the others hold channels of one "
+            f"image, list them in a table with --mask-column, or {remedy}"
         )
     if not kind and home and not {*words(home)} <= IMAGE_WORDS:
         raise DataError(

@@ -753,5 +753,5 @@ def _refuse_joined(names: Sequence[str], location: str) -> None:
         if joined:
             raise DataError(
                 f"{location}: {name!r} joins other labels; if they are findings of one image, "
-                "write | between them, otherwise rename it, or give another --label-column"
+                "write | between them, otherwise write one name, or give another --label-column"
             )
