@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from helpers import small_tasks
+from helpers.downloaded_folders import classes
 from helpers.fixture_types import Refused, SiteOf, TaskOf
 from medflare.cli import main
 from medflare.evaluation.report import write_results
@@ -663,6 +664,13 @@ def test_results_are_shown_without_torch(tmp_path: Path) -> None:
     code = f"import sys; from medflare.cli import main; assert main(['results', {str(tmp_path)!r}]) == 0; assert 'torch' not in sys.modules"
     ended = in_new_process(code)
     assert ended.returncode == 0 and "above it" in ended.stdout, ended.stderr
+
+
+def test_a_datalist_is_written_without_torch(tmp_path: Path) -> None:
+    folder = classes(tmp_path / "raw", patients=12, names=("benign", "melanoma"))
+    code = f"import sys; from medflare.cli import main; assert main(['data', 'init', {str(folder)!r}]) == 0; assert 'torch' not in sys.modules"
+    ended = in_new_process(code)
+    assert ended.returncode == 0 and "written" in ended.stdout, ended.stderr
 
 
 def test_a_study_without_methods_is_refused_before_anything_large_is_imported() -> None:

@@ -11,9 +11,9 @@ from PIL import Image
 from helpers.fixture_types import Edit, SiteOf, TaskOf
 from medflare.core.errors import DataError
 from medflare.data import decoding
+from medflare.data.class_counts import class_counts
 from medflare.data.loading import Split, joined, load_site_data, resolve_data_root
 from medflare.data.local import DATA_ROOT_VARIABLE
-from medflare.data.targets import class_counts
 from medflare.tasks.config import load_task
 
 

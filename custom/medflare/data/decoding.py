@@ -40,6 +40,7 @@ from medflare.core.packages import code_versions, versions
 from medflare.core.text import format_shape
 from medflare.data import mechanisms, phantom
 from medflare.data.acquisition import Acquisition, acquisition_of
+from medflare.data.class_counts import LazyTensors, class_counts
 from medflare.data.datalist import (
     LISTS,
     DatalistItem,
@@ -52,9 +53,7 @@ from medflare.data.local import CacheSettings, ImageBounds
 from medflare.data.progress import with_progress
 from medflare.data.reading import READERS, Image, channel_files, read_image, read_mask, suffix
 from medflare.data.targets import (
-    LazyTensors,
     annotation_of,
-    class_counts,
     encode_label,
     encode_mask,
     plain_name,
@@ -316,7 +315,7 @@ class DecodedRow(NamedTuple):
     name: str  # file name; slices end in "[number]"
     spacing: Spacing | None  # of a volume, see `geometry.Grid.cell`; None where it is unknown
     acquired: Acquisition  # of its file
-    counts: list[int]  # of its classes, see `targets.class_counts`
+    counts: list[int]  # of its classes, see `class_counts`
     nbytes: int  # of image and target
 
 

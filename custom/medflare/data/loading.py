@@ -26,6 +26,7 @@ from medflare.core.errors import DataError
 from medflare.core.settings import no_such
 from medflare.data.acquisition import Acquisition
 from medflare.data.attributes import groups_of_patients
+from medflare.data.class_counts import LazyTensors, class_counts
 from medflare.data.datalist import FILE, LISTS, DatalistItem, assign_splits, site_name
 from medflare.data.decoding import (
     Decoded,
@@ -36,13 +37,7 @@ from medflare.data.decoding import (
     decoded_when_used,
 )
 from medflare.data.local import DATA_ROOT_VARIABLE, CacheSettings, ImageBounds
-from medflare.data.targets import (
-    LazyTensors,
-    annotation_of,
-    class_counts,
-    encode_label,
-    renumbering,
-)
+from medflare.data.targets import annotation_of, encode_label, renumbering
 from medflare.tasks.annotation import Annotation
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images, Spacing
@@ -455,7 +450,7 @@ def _split(decoded: Decoded, items: list[DatalistItem], name: str, task: TaskCon
 
 
 def uncounted(split: Split, task: TaskConfig) -> Split:
-    """The split of a site without labels: its targets have no class in `targets.class_counts`."""
+    """The split of a site without labels: its targets have no class in `class_counts`."""
     counts = torch.zeros(len(split), len(task.classes), dtype=torch.int64)
     return replace(split, targets=LazyTensors(len(split), split.targets.__getitem__, counts))
 

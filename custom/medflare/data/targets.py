@@ -1,28 +1,22 @@
-"""Stored labels as training targets.
-
-Which stored value means which label; and how often each class occurs.
-"""
+"""Stored labels as training targets: which stored value means which label."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.datalist import FILE, mask_names
-from medflare.tasks.annotation import Annotation
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics import Images
+
+if TYPE_CHECKING:
+    from medflare.tasks.annotation import Annotation
 
 _REMEDY = "correct the file, or the task's labels or label_values"
 _WHITE = 255  # of pictures, as which many programs write 1
-_SCARCE = 3  # training images; a class with fewer is hardly learnt
 
 
 def encode_mask(masks: np.ndarray, task: TaskConfig, files: Sequence[Path | str]) -> np.ndarray:
@@ -307,10 +301,12 @@ def _numbered(site: SiteStructures) -> str:
 
 def annotation_of(
     names: Sequence[str] | None, task: TaskConfig, location: str
-) -> Annotation | None:
+) -> "Annotation | None":
     """The structures of "annotated", by `plain_name`; None without it, DataError for one that the
     task lacks, or if it classifies.
     """
+    from medflare.tasks.annotation import Annotation
+
     if names is None:
         return None
     labels = {plain_name(label): label for label in task.labels}
@@ -320,7 +316,7 @@ def annotation_of(
         raise DataError(f"{location}: {error}") from error
 
 
-def with_empty_masks(masks: np.ndarray, annotation: Annotation) -> np.ndarray:
+def with_empty_masks(masks: np.ndarray, annotation: "Annotation") -> np.ndarray:
     """Masks (M, ...) of the annotated structures, with an empty mask for each of the others;
     unchanged if M is another number.
     """
@@ -329,76 +325,3 @@ def with_empty_masks(masks: np.ndarray, annotation: Annotation) -> np.ndarray:
     complete = np.zeros((len(annotation.task.labels), *masks.shape[1:]), masks.dtype)
     complete[list(annotation.outputs)] = masks
     return complete
-
-
-# -- tensors ---------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class LazyTensors(Sequence[Tensor]):
-    """Images or targets that are read from the disk when they are used; `counts` of targets: int64
-    (size, classes), see `class_counts`.
-    """
-
-    size: int
-    read: Callable[[int], Tensor]
-    counts: Tensor | None = None
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, row: Any) -> Any:
-        return self.read(range(self.size)[row])
-
-
-def class_counts(targets: Images, task: TaskConfig) -> Tensor:
-    """Images (classification) or pixels (segmentation; multilabel: positives) of every class in a
-    `loading.Split`, int64 (classes,).
-    """
-    if not isinstance(targets, Tensor):
-        return counts_by_image(targets, task).sum(dim=0)
-    if task.target == "multilabel":
-        return targets.transpose(0, 1).flatten(1).sum(dim=1).to(torch.int64)
-    return torch.bincount(targets.flatten(), minlength=len(task.classes))
-
-
-def counts_by_image(targets: Images, task: TaskConfig) -> Tensor:
-    """`class_counts` of every image, int64 (images, classes)."""
-    if isinstance(targets, LazyTensors) and targets.counts is not None:
-        return targets.counts
-    if not len(targets):
-        return torch.zeros(0, len(task.classes), dtype=torch.int64)
-    return torch.stack([class_counts(target[None], task) for target in targets])
-
-
-def scarce_classes(
-    targets: Images, task: TaskConfig, annotated: Sequence[str] | None = None
-) -> dict[str, int]:
-    """Classes (of structures those `annotated`; None: all) in fewer than three training images ->
-    images; empty without training images.
-    """
-    if not len(targets):
-        return {}
-    images = (counts_by_image(targets, task) > 0).sum(dim=0).tolist()
-    counts = dict(zip(task.classes, images, strict=True))
-    if task.kind == "segmentation" and task.target != "multilabel":
-        del counts[task.classes[0]]  # the background
-    if annotated is not None:
-        counts = {name: count for name, count in counts.items() if name in annotated}
-    return scarce(counts)
-
-
-def scarce(images: Mapping[str, int]) -> dict[str, int]:
-    """The classes with fewer than three training images, of class -> training images."""
-    return {name: count for name, count in images.items() if count < _SCARCE}
-
-
-def scarce_line(classes: Mapping[str, int]) -> str:
-    """One line about `scarce_classes`.
-
-    Examples:
-        >>> scarce_line({"severe": 1, "mild": 0})
-        "fewer than 3 training images of a class: 'severe' has 1, 'mild' has none"
-    """
-    shown = ", ".join(f"{name!r} has {count or 'none'}" for name, count in classes.items())
-    return f"fewer than {_SCARCE} training images of a class: {shown}"

@@ -18,10 +18,10 @@ from typing import Any
 from medflare.core.errors import ConfigError
 from medflare.core.files import csv_text, file_digest, locked, write_atomically, write_json
 from medflare.core.text import Json, JsonDict, read_json
+from medflare.data.class_counts import counts_by_image
 from medflare.data.datalist import FILE, SPLITS
 from medflare.data.decoding import reading_settings
 from medflare.data.local import PLACE, Bounds
-from medflare.data.targets import counts_by_image
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 

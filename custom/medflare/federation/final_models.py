@@ -20,8 +20,8 @@ from medflare.core.numbers import finite_or_none
 from medflare.core.packages import installed
 from medflare.core.text import JsonDict, is_name
 from medflare.data.acquisition import TRAINED_ON
+from medflare.data.class_counts import scarce_classes, scarce_line
 from medflare.data.local import PLACE, PROGRESS
-from medflare.data.targets import scarce_classes, scarce_line
 from medflare.evaluation.findings import NO_BETTER, standing
 from medflare.evaluation.presentation import format_metric, metric_label
 from medflare.evaluation.report import SiteReport, patient_values, render_site_report, value_label

@@ -16,9 +16,9 @@ from medflare.core.packages import installed
 from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
 from medflare.core.text import Json, JsonDict
+from medflare.data.class_counts import scarce_classes, scarce_line
 from medflare.data.loading import NOT_LISTED
 from medflare.data.local import PLACE, LocalSettings
-from medflare.data.targets import scarce_classes, scarce_line
 from medflare.federation.builtin_messages import (
     ADAPT,
     CLASS_COUNTS,

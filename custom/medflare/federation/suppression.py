@@ -19,8 +19,8 @@ from torch import Tensor
 from medflare.core.message import Message
 from medflare.core.phases import Items, Phase
 from medflare.core.specs import MetaSpec, PerClass, TensorSpec
+from medflare.data.class_counts import counts_by_image
 from medflare.data.datalist import SPLITS
-from medflare.data.targets import counts_by_image
 from medflare.methods.base import Plan
 from medflare.tasks.classes import Cases, class_names, patients_of_cells, patients_of_classes
 from medflare.tasks.config import TaskConfig

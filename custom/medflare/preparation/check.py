@@ -21,6 +21,7 @@ from medflare.core.errors import ConfigError, DataError, UnreadableError
 from medflare.core.files import make_folder, write_atomically
 from medflare.core.rng import numpy_generator, seeded
 from medflare.core.text import format_shape, printable
+from medflare.data.class_counts import class_counts, counts_by_image, scarce_classes, scarce_line
 from medflare.data.datalist import (
     FILE,
     SPLITS,
@@ -37,13 +38,7 @@ from medflare.data.loading import SiteData, load_site_data, open_source, renumbe
 from medflare.data.local import LocalSettings
 from medflare.data.progress import with_progress
 from medflare.data.reading import read_stored
-from medflare.data.targets import (
-    class_counts,
-    counts_by_image,
-    encode_label,
-    scarce_classes,
-    scarce_line,
-)
+from medflare.data.targets import encode_label
 from medflare.data.transforms import Augmentation, Preprocessing, middle_slice
 from medflare.networks.catalogue import initial_network
 from medflare.networks.dry_run import check_network

@@ -24,11 +24,12 @@ from medflare.core.rng import numpy_generator
 from medflare.core.settings import strict_dataclass
 from medflare.core.text import read_json
 from medflare.data.acquisition import Axes
+from medflare.data.class_counts import class_counts
 from medflare.data.datalist import FILE, DatalistItem, has_test_only, site_folders, site_name
 from medflare.data.decoding import Source, file_state, pictures_of, target_of
 from medflare.data.loading import check_unreadable, open_source, usable_items
 from medflare.data.progress import announce, with_progress
-from medflare.data.targets import class_counts, encode_label
+from medflare.data.targets import encode_label
 from medflare.preparation.structures import Layout, LayoutOfImages
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing

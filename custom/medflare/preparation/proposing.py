@@ -14,6 +14,7 @@ import nibabel
 
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.text import format_seconds, format_shape, printable
+from medflare.data.class_counts import scarce, scarce_line
 from medflare.data.datalist import (
     FILE,
     DatalistItem,
@@ -38,14 +39,7 @@ from medflare.data.reading import (
     read_stored,
     suffix,
 )
-from medflare.data.targets import (
-    SiteStructures,
-    differing_structures,
-    plain_name,
-    same_names,
-    scarce,
-    scarce_line,
-)
+from medflare.data.targets import SiteStructures, differing_structures, plain_name, same_names
 from medflare.networks.weights import INSTALL, PACKAGED, packaged_weights, scaled_for
 from medflare.preparation.check import check_task
 from medflare.preparation.device_rules import (

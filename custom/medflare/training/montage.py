@@ -4,7 +4,6 @@ training images of each site.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from medflare.core.palette import structure_colours
+from medflare.core.pictures import png
 from medflare.data.loading import SiteData
 from medflare.data.progress import with_progress
 from medflare.tasks.config import TaskConfig
@@ -97,16 +97,6 @@ def fullest_row(site: Site, patient: str) -> int:
     data = site.data.test
     rows = rows_of_patients(data.patients)[patient]
     return max(rows, key=lambda row: int(structures(data.targets[row][None], site.task).sum()))
-
-
-def png(picture: np.ndarray) -> bytes:
-    """A picture, uint8 (h, w, 3), as a PNG."""
-    from PIL import Image
-
-    buffer = BytesIO()
-    # This level is four times as fast as the default, and the file 1 % larger.
-    Image.fromarray(picture).save(buffer, format="PNG", compress_level=4)
-    return buffer.getvalue()
 
 
 def _masks(site: Site, predictor: Predictor, row: int) -> list[Tensor]:

@@ -15,11 +15,11 @@ from medflare.core.errors import Aborted
 from medflare.core.rng import Key, numpy_random_state
 from medflare.core.states import StateDict
 from medflare.data.acquisition import TrainedOn, range_of
+from medflare.data.class_counts import class_counts
 from medflare.data.datalist import SPLITS
 from medflare.data.decoding import Source
 from medflare.data.loading import Batch, SiteData, Split
 from medflare.data.progress import with_progress
-from medflare.data.targets import class_counts
 from medflare.data.transforms import Augmentation
 from medflare.networks.catalogue import initial_network
 from medflare.networks.features import FeatureNetwork, Probabilities

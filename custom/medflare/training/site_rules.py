@@ -18,10 +18,10 @@ from torch import Tensor
 
 from medflare.core.errors import ConfigError
 from medflare.core.specs import Manifest
+from medflare.data.class_counts import counts_by_image
 from medflare.data.datalist import SPLITS
 from medflare.data.loading import Batch, SiteData
 from medflare.data.local import PLACE, Bounds
-from medflare.data.targets import counts_by_image
 from medflare.data.transforms import resized
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.loss_weights import image_weights, loss_weights

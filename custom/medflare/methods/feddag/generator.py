@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from medflare.core.pictures import png
 from medflare.data.transforms import middle_slice
-from medflare.training.montage import png, tile
+from medflare.training.montage import tile
 
 _CONVOLUTIONS = {2: nn.Conv2d, 3: nn.Conv3d}  # by spatial dimensions
 _NORMS = {2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}

@@ -13,13 +13,13 @@ import nibabel
 import numpy as np
 
 from medflare.core.errors import ConfigError, DataError
+from medflare.core.pictures import png
 from medflare.data.progress import with_progress
 from medflare.data.reading import NIFTI, PICTURES, explained, read_stored, stem, suffix
 from medflare.data.targets import check_structure, plain_name
 from medflare.preparation.dataset_import.folders import Dataset, ImageFolder
 from medflare.preparation.dataset_import.names import numbered, shortened
 from medflare.preparation.mask_values import mask_values
-from medflare.training.montage import png
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from medflare.core.errors import DataError
+from medflare.core.pictures import png
 from medflare.core.settings import unknown
 from medflare.core.text import read_json
 from medflare.data.reading import PICTURES, explained, stem
@@ -29,7 +30,6 @@ from medflare.preparation.dataset_import.papers.preparing import (
     items_of,
     items_of_table,
 )
-from medflare.training.montage import png
 
 # -- prostate: SAML (Liu et al., MICCAI 2020), PRR, and FedSM --------------------------------------
 # SAML's release was renamed once; ISBI and ISBI_1.5 are the two hospitals of NCI-ISBI 2013.
