@@ -90,6 +90,8 @@ def test_an_interrupted_run_keeps_what_resume_needs(
     )
     assert main(["clean", str(run), "--yes"]) == 0
     assert "medflare resume can continue it" in capsys.readouterr().out
+    assert main(["results", str(run)]) == 1
+    assert f"next: medflare resume {run}\n" in capsys.readouterr().out
     assert {"checkpoint.safetensors"} <= files_of(run).keys() and any(
         "/state/" in name for name in files_of(run)
     )

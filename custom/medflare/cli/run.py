@@ -601,10 +601,12 @@ def results(paths: options.PathArguments, csv: Path | None = None) -> int:
         medflare results runs/fedavg-phantom-seed0 runs/fedsm-phantom-seed0   # compares them
     """
     from medflare.evaluation.console import show_results
-    from medflare.evaluation.results import COMPLETED, load_results, results_frame
+    from medflare.evaluation.results import COMPLETED, find_results, load_results, results_frame
 
     if len(paths) == 1:
         completed = show_results(paths[0])
+        if not completed:
+            _print_resumption(find_results(paths[0]).parent)
         table = None if csv is None else results_frame(load_results(paths[0]))
     else:
         import pandas as pd
@@ -623,6 +625,14 @@ def results(paths: options.PathArguments, csv: Path | None = None) -> int:
     if csv is not None and table is not None:
         write_csv(csv, table)
     return 0 if completed else 1
+
+
+def _print_resumption(folder: Path) -> None:
+    """Print the command that continues a run of the plain loop, if its state is in the folder."""
+    from medflare.federation.checkpoint import checkpoint_of
+
+    if checkpoint_of(folder).exists():
+        print(f"next: medflare resume {shlex.quote(str(folder))}")
 
 
 def write_csv(path: Path, table: "pd.DataFrame") -> None:
