@@ -26,6 +26,7 @@ from nvflare.fuel.sec.audit import Auditor
 from nvflare.fuel.utils import zip_utils
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 from nvflare.private.fed.client.admin import FedAdminAgent
+from nvflare.private.fed.server.admin import FedAdminServer
 from nvflare.private.fed.server.fed_server import FederatedServer
 from nvflare.private.fed.server.job_meta_validator import JobMetaValidator
 from nvflare.private.fed.server.job_runner import JobRunner
@@ -63,6 +64,7 @@ _CHANGED = {
     file_streamer._ChunkConsumer: ("consume", "finalize"),
     FileTransferModule: ("_tx_path", "pull_binary_file"),
     FedAdminAgent: ("_dispatch_request",),
+    FedAdminServer: ("send_requests",),
     Auditor: ("add_event", "add_job_event"),
 }
 _ORIGINALS = [(owner, name, vars(owner)[name]) for owner in _CHANGED for name in _CHANGED[owner]]

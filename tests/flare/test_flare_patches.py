@@ -65,16 +65,23 @@ from nvflare.fuel.utils.fobs import FOBSContextKey, lobs
 from nvflare.fuel.utils.fobs.datum import Datum, DatumManager
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 from nvflare.private.admin_defs import Message as AdminMessage
-from nvflare.private.defs import CellMessageHeaderKeys, RequestHeader, new_cell_message
+from nvflare.private.defs import (
+    ERROR_MSG_PREFIX,
+    CellMessageHeaderKeys,
+    RequestHeader,
+    new_cell_message,
+)
 from nvflare.private.fed.app.simulator import simulator_runner
 from nvflare.private.fed.client import client_runner
 from nvflare.private.fed.client.admin import FedAdminAgent
 from nvflare.private.fed.client.client_engine import ClientEngine
 from nvflare.private.fed.client.client_run_manager import ClientRunManager
 from nvflare.private.fed.client.communicator import Communicator
+from nvflare.private.fed.server.admin import FedAdminServer
 from nvflare.private.fed.server.fed_server import FederatedServer
 from nvflare.private.fed.server.job_meta_validator import JobMetaValidator
 from nvflare.private.fed.server.job_runner import JobRunner
+from nvflare.private.fed.server.message_send import ClientReply
 from nvflare.private.fed.server.server_command_agent import ServerCommandAgent
 from nvflare.private.fed.server.server_engine import ServerEngine
 from nvflare.private.fed.server.server_runner import ServerRunner
@@ -104,6 +111,7 @@ from medflare.flare.other_parties import (
     limit_other_parties,
     obey_the_server_alone,
     schedule_each_job_alone,
+    start_jobs_without_refusing_sites,
     survive_messages,
 )
 
@@ -529,6 +537,45 @@ def test_the_server_starts_jobs_after_one_that_its_lead_deletes_meanwhile(
     for thread in threads:
         thread.join()
     assert looked == [1, 2, 3] and len(completing) == 1
+
+
+def admin_message(body: Any, **headers: Any) -> AdminMessage:
+    message = AdminMessage("reply", body)
+    message.headers = headers
+    return message
+
+
+ENOUGH = Shareable({"__headers__": {"_is_resource_enough": True, "_resource_reserve_token": "7"}})
+
+
+@pytest.mark.parametrize(
+    ("topic", "answer", "is_used"),
+    [
+        ("scheduler.check_resource", admin_message(ENOUGH), True),
+        ("scheduler.check_resource", admin_message("no right", _rtnCode="_error"), True),
+        ("scheduler.check_resource", admin_message("a text"), False),
+        ("scheduler.check_resource", admin_message("a text", _rtnCode="OK"), False),
+        ("scheduler.check_resource", {"no": "message"}, False),
+        ("train.deploy", admin_message("deployed", _rtnCode="_ok"), True),
+        ("train.deploy", admin_message("x" * 10**6, _rtnCode="_error"), True),
+        ("train.deploy", ["no message"], False),
+        ("train.start_job", admin_message("Start the client app..."), True),
+        ("train.start_job", admin_message(f"{ERROR_MSG_PREFIX}: no"), False),
+        ("train.start_job", None, False),
+        ("info.show_stats", admin_message({"a": 1}), True),
+    ],
+)
+def test_no_answer_of_a_site_ends_a_job_before_it_starts(
+    topic: str, answer: Any, is_used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLARE fails, or ends the job for all sites."""
+    request = AdminMessage(topic, None)
+    reply = ClientReply("token", "site-1", request, answer)
+    monkeypatch.setattr(FedAdminServer, "send_requests", lambda *words, **named: [reply])
+    start_jobs_without_refusing_sites()
+    (sent,) = FedAdminServer.send_requests(MagicMock(), {"token": request}, None)
+    assert (sent.reply is not None) == is_used
+    assert not is_used or len(str(sent.reply.body)) <= 2000
 
 
 @pytest.mark.parametrize(

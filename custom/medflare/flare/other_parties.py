@@ -9,6 +9,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from io import BytesIO
 from pathlib import Path, PurePath
@@ -46,7 +47,9 @@ from nvflare.fuel.utils import zip_utils
 from nvflare.fuel.utils.admin_name_utils import is_valid_admin_client_name
 from nvflare.fuel.utils.fobs import FOBSContextKey, fobs, lobs
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
-from nvflare.private.admin_defs import error_reply
+from nvflare.private.admin_defs import Message as AdminMessage
+from nvflare.private.admin_defs import MsgHeader, error_reply
+from nvflare.private.admin_defs import ReturnCode as AdminReturnCode
 from nvflare.private.defs import (
     ERROR_MSG_PREFIX,
     CellChannel,
@@ -60,10 +63,12 @@ from nvflare.private.defs import (
     new_cell_message,
 )
 from nvflare.private.fed.server.job_meta_validator import JobMetaValidator
+from nvflare.private.fed.server.message_send import ClientReply
+from nvflare.private.scheduler_constants import ShareableHeader
 from nvflare.widgets.fed_event import FED_EVENT_TOPIC
 
 from medflare.core.files import refuse_bomb
-from medflare.core.text import JsonDict, printable, printable_json
+from medflare.core.text import JsonDict, printable, printable_json, reason_line
 from medflare.data.local import find_private_folder
 from medflare.flare.names import JOB_ID
 
@@ -112,6 +117,7 @@ def protect_from_other_parties() -> None:
     limit_other_parties()
     obey_the_server_alone()
     authorize_before_deployment()
+    start_jobs_without_refusing_sites()
     audit_line_by_line()
     survive_messages()
     schedule_each_job_alone()
@@ -371,6 +377,48 @@ def schedule_each_job_alone() -> None:
     DefaultJobScheduler._do_schedule_job = scheduled
     JobRunner.run = ran
     JobRunner._job_complete_process = completed
+
+
+@cache
+def start_jobs_without_refusing_sites() -> None:
+    """Have FLARE's server take an answer that it cannot use, or by which a site refuses to start a
+    job, for none, in this process: it would end the job for all sites.
+    """
+    from nvflare.private.fed.server.admin import FedAdminServer
+
+    send = FedAdminServer.send_requests
+
+    def sent(server: FedAdminServer, requests: Any, *words: Any, **named: Any) -> list[ClientReply]:
+        replies = send(server, requests, *words, **named)
+        for answer in replies:
+            topic = answer.request.topic
+            is_usable = False
+            with suppress(Exception):  # whatever the site has sent
+                is_usable = answer.reply is None or _is_usable(topic, answer.reply)
+            if not is_usable:
+                said = getattr(answer.reply, "body", "")
+                _LOG.warning(reason_line(f"{answer.client_name} fails in {topic}: {said!s:.1000}"))
+                answer.reply = None
+        return replies
+
+    FedAdminServer.send_requests = sent
+
+
+def _is_usable(topic: str, reply: Any) -> bool:
+    """Whether the server can use a site's answer to a request on the way to a job's start. The text
+    of a refusal is made plain, as metadata of the job keep it.
+    """
+    if topic not in (TrainingTopic.CHECK_RESOURCE, TrainingTopic.DEPLOY, TrainingTopic.START_JOB):
+        return True
+    if not isinstance(reply, AdminMessage) or not isinstance(reply.headers, dict):
+        return False
+    code = reply.headers.get(MsgHeader.RETURN_CODE)
+    if topic == TrainingTopic.CHECK_RESOURCE and code != AdminReturnCode.ERROR:
+        token = reply.body.get_header(ShareableHeader.RESOURCE_RESERVE_TOKEN, "")
+        return code is None and isinstance(token, str)
+    reply.body = reason_line(reply.body)
+    is_error = code == AdminReturnCode.ERROR or reply.body.startswith(ERROR_MSG_PREFIX)
+    return not (is_error and topic == TrainingTopic.START_JOB)
 
 
 @cache
