@@ -50,7 +50,7 @@ _CHANGED = {
     JobRunner: ("run", "_job_complete_process"),
     SimpleJobDefManager: ("create",),
     NetManager: ("get_spec",),
-    FederatedServer: ("_validate_auth_headers",),
+    FederatedServer: ("_validate_auth_headers", "_resolve_missing_client_outcome"),
     ServerCommandAgent: ("_execute_command", "_aux_communicate"),
     ServerEngine: ("_handle_aux_message",),
     ServerRunner: ("ABORT_RETURN_CODES",),

@@ -488,6 +488,17 @@ def test_the_failed_process_of_a_site_ends_no_job_before_those_of_all_sites_have
     assert codes == [None, None, None, 101, None]
 
 
+@pytest.mark.usefixtures("surviving")
+def test_no_site_fails_a_job_that_has_ended() -> None:
+    """FLARE calls it abnormal if one site, of those that had to say how it ended, is gone."""
+    server = FederatedServer.__new__(FederatedServer)
+    server.engine = MagicMock(run_processes={}, exception_run_processes={})
+    runner = server.engine.job_runner
+    server._resolve_missing_client_outcome(Client("site-3", "token"), KIT_JOB, "missing job")
+    assert not runner.fail_run.called
+    runner.resolve_client_outcome.assert_called_once_with(KIT_JOB, "site-3")
+
+
 @pytest.mark.parametrize("wrong", [{"min_clients": "1"}, {"schedule_count": "1"}])
 def test_a_job_that_cannot_be_scheduled_does_not_hold_up_the_others(wrong: dict[str, Any]) -> None:
     """FLARE takes the text for a number, and then starts no job any more."""

@@ -16,6 +16,7 @@ from pathlib import Path, PurePath
 from typing import Any
 from zipfile import ZipFile
 
+from nvflare.apis.client import Client
 from nvflare.apis.fl_constant import ReservedKey, RunProcessKey, WorkspaceConstants
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.job_def_manager import SimpleJobDefManager
@@ -282,7 +283,8 @@ def _plainly(add: Callable[..., str]) -> Callable[..., str]:
 def survive_messages() -> None:
     """Have FLARE's job go on in this process when a party sends a message that cannot be decoded,
     says that an answer is too large for it, or sends a return code that ends the job for all; or
-    when its process fails, until those of all sites have.
+    when its process fails, until those of all sites have. One that has ended does not fail because
+    a site is gone, or says that it did not run it.
     """
     from nvflare.private.fed.server.fed_server import FederatedServer
     from nvflare.private.fed.server.server_runner import ServerRunner
@@ -310,7 +312,11 @@ def survive_messages() -> None:
                 request.payload = {**report, JobFailureMsgKey.CODE: None}
         return end_job(server, request)
 
+    def resolved(server: FederatedServer, client: Client, job: str, reason: str) -> None:
+        server.engine.job_runner.resolve_client_outcome(job, client.name)
+
     FederatedServer.process_job_failure = reported
+    FederatedServer._resolve_missing_client_outcome = resolved
     decode = cell.decode_payload
 
     def decoded(message: Message, *words: Any, **context: Any) -> None:
