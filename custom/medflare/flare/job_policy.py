@@ -66,7 +66,7 @@ _NO_BRACES = "a name or text has braces, which FLARE replaces; write the values 
 # The files of a job beside its code. FLARE searches whole folders for further ones, such as
 # comm_config.json, which names Python files to run.
 _JOB_FILES = (JobConstants.CLIENT_JOB_CONFIG, JobConstants.SERVER_JOB_CONFIG, TASK_FILE)
-_SIGNATURES = (NVFLARE_SIG_FILE, NVFLARE_SUBMITTER_CRT_FILE)
+SIGNATURES = (NVFLARE_SIG_FILE, NVFLARE_SUBMITTER_CRT_FILE)
 
 
 class JobComponents(FLComponent, AppValidator):
@@ -245,7 +245,7 @@ def _job_refusal(app: Path, workspace: Workspace, name: str) -> str:
     folder = Path(workspace.get_app_config_dir(app.parent.name))
     allowed_files = [folder / name for name in _JOB_FILES]
     for path in sorted(app.rglob("*")):
-        is_expected = path in allowed_files or path.name in _SIGNATURES or path.is_dir()
+        is_expected = path in allowed_files or path.name in SIGNATURES or path.is_dir()
         if not is_expected and not path.is_relative_to(code):
             return (
                 f"configuration {_named(path.name, 'file')} refused: beside its code a job has "

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nvflare.lighter.tool_consts import NVFLARE_SIG_FILE
 
 import medflare
 from medflare.cli import main
@@ -164,6 +165,8 @@ def test_large_updates_are_fetched_in_chunks(
 def test_an_older_job_is_replaced_and_other_files_are_not_lost(tmp_path: Path) -> None:
     folder = build_job("fedavg", "phantom", out=tmp_path / "job")
     (folder / "app/config/leftover.json").write_text("old")
+    for place in (folder, folder / "app" / "custom"):
+        (place / NVFLARE_SIG_FILE).write_text("by FLARE, when the job was submitted")
     assert not (build_job("fedsm", "phantom", out=folder) / "app/config/leftover.json").exists()
     for place in (
         folder / "notes.txt",

@@ -26,6 +26,7 @@ from medflare.federation.tracking import check_track
 from medflare.flare.aggregators import AGGREGATORS, MethodAggregator
 from medflare.flare.controller import MedflareController
 from medflare.flare.executors import EXECUTORS, MedflareExecutor
+from medflare.flare.job_policy import SIGNATURES
 from medflare.flare.jobs.sessions import ABOUT, beside, put_in_place
 from medflare.flare.names import TASK_FILE
 from medflare.flare.tracking import MLFLOW, MLflowTracker
@@ -175,8 +176,9 @@ def build_job(
     folder = Path(out)
     if folder.exists() and any(folder.iterdir()) and not (folder / "meta.json").exists():
         raise ConfigError(f"{folder} holds files and is no job folder; choose another one")
-    others = [path for path in folder.glob("*") if path.name not in ("meta.json", "app")]
-    ours = ("README.md", "medflare", "__pycache__")
+    of_job = ("meta.json", "app", *SIGNATURES)  # FLARE signs a folder that is submitted
+    others = [path for path in folder.glob("*") if path.name not in of_job]
+    ours = ("README.md", "medflare", "__pycache__", *SIGNATURES)
     others += [path for path in (folder / "app/custom").glob("*") if path.name not in ours]
     if others:
         raise ConfigError(
