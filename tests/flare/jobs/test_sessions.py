@@ -102,6 +102,8 @@ def test_the_table_says_who_takes_up_whom() -> None:
     for odd in ("x", None, 5, {"resume": 5}, {"resume": None, "method": [1]}):
         (heading, row) = job_table([job(OLD, custom_props={"medflare": odd})]).splitlines()
         assert row.split()[1] == "11112222", "another lead's job says what it likes"
+    table = job_table([job(OLD, name="x" * 10_000), job(NEW)])
+    assert max(map(len, table.splitlines())) < 400
 
 
 def test_a_member_who_submits_is_told_to_take_the_leads_kit(

@@ -45,6 +45,7 @@ _COLUMNS = ("name", "id", "state", "method", "rounds", "submitted by", "at", "to
 _PAGES = (".html", ".htm", ".xhtml", ".shtml", ".mhtml", ".xml", ".svg")
 _REPORT = "report.html"  # written after the download, see `report.write_report`
 _ID_LETTERS = 8  # of an id that a list shows
+_WIDEST = 150  # letters of a column of a list
 
 
 class Unreachable(MedflareError):
@@ -135,7 +136,9 @@ def job_table(jobs: Sequence[Job]) -> str:
     """A table with a line for each job."""
     if not jobs:
         return "no jobs"
-    rows = [_COLUMNS, *(_row(job) for job in jobs)]
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    for job in jobs:  # a lead could make the lines of all jobs as long as it likes
+        rows.append(tuple(cell[:_WIDEST] for cell in _row(job)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
