@@ -12,6 +12,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.aggregation import SiteModel
+from medflare.methods.catalogue import get_method
 from medflare.methods.families.second_models.apfl import APFLSite, apfl_mixture
 from medflare.methods.families.second_models.fedrod import FedRoDSite, balance
 from medflare.methods.families.second_models.fml import FMLSite
@@ -156,6 +157,12 @@ def test_apfl_limits_alpha() -> None:
 
 
 # -- pFedMe ---------------------------------------------------------------------------------------
+
+
+def test_pfedme_has_a_bounded_number_of_steps_on_a_batch() -> None:
+    """A site looks at its limit of minutes between batches."""
+    with pytest.raises(ConfigError, match="inner_steps"):
+        get_method("pfedme").check({"inner_steps": 10**9})
 
 
 def test_pfedme_moves_w_a_part_of_the_way() -> None:

@@ -98,7 +98,7 @@ class PFedMeHyper(FedAvgSiteHyper):
         low=0.001,
     )
     inner_steps: int = param(
-        5, "steps of the personal model on a batch", symbol="K", source="Sec. 5", low=1
+        5, "steps of the personal model on a batch", symbol="K", source="Sec. 5", low=1, high=1000
     )
     share: float = param(
         1.0,
