@@ -1774,3 +1774,21 @@ def test_masks_drawn_at_one_place_are_of_readers(shift: int, tmp_path: Path) -> 
         assert "are anna, ben structures?" in text and "--leave-out ben" in text
     options = {"kind": "segmentation"} if shift == 1 else {}
     assert imported(tmp_path, **options).dataset.labels == {"0": "anna", "1": "ben"}
+
+
+def test_a_row_names_a_patient_and_one_of_the_images_in_his_folder(tmp_path: Path) -> None:
+    files(tmp_path, "P1{n}/left.png", "P1{n}/right.png")
+    rows = [
+        (f"P1{n}", f"{side}.png", (n + len(side)) % 2)
+        for n in range(10)
+        for side in ("left", "right")
+    ]
+    table(tmp_path / "labels.csv", ("patient", "image", "label"), *rows)
+    report = imported(tmp_path)
+    found = {(item.patient, item.first.name, item.label) for item in report.sites[""]}
+    assert found == {*rows} and all(
+        item.first.parent.name == item.patient for item in report.sites[""]
+    )
+    table(tmp_path / "labels.csv", ("image", "label"), *(row[1:] for row in rows))
+    (tmp_path / "datalist.json").unlink()
+    assert "write the whole path in the table" in error_of(tmp_path)

@@ -154,7 +154,7 @@ def _image_columns(table: ImageTable, used: UsedColumns) -> list[str]:
             return [name]
     most = max(frame, key=lambda name: (len(images[name]), _names_files(frame[name])))
     if not images[most]:
-        _refuse_several_files(table, usual)
+        _refuse_several_files(table, usual, used["patient"])
         named = list(filter(table.names_patients, [*used["patient"], *key_columns(frame)]))
         named.sort(key=lambda name: (not table.names_each(name), not table.frame[name].is_unique))
         if named and PATIENT.search(named[0]) and table.of_patient(named[0]):
@@ -162,7 +162,8 @@ def _image_columns(table: ImageTable, used: UsedColumns) -> list[str]:
         for name in frame:
             cells = frame[name]
             names_images = _names_files(cells) or (name in usual and cells.is_unique)
-            if named and names_images and name not in named:
+            apart = _tells_apart(table, name, named)
+            if named and names_images and name not in named and not apart:
                 raise ColumnError(
                     f"{path}: column {name} names no image of the folder, as "
                     f"{first_text(cells)!r}; correct the names, or give --image-column {named[0]} "
@@ -182,12 +183,30 @@ def _image_columns(table: ImageTable, used: UsedColumns) -> list[str]:
     return [most]
 
 
-def _refuse_several_files(table: ImageTable, columns: Iterable[str]) -> None:
+def _tells_apart(table: ImageTable, column: str, patients: Iterable[str]) -> bool:
+    """Whether the first cells of a column are one image each of the patient of their row, in one
+    of the columns of patients.
+    """
+    frame = table.frame.head(SAMPLED_ROWS)
+    for name in patients:
+        counts = {
+            len(table.with_word(cell, column, table.of_patient(patient)))
+            for cell, patient in zip(frame[column], frame[name], strict=True)
+        }
+        if counts == {1}:
+            return True
+    return False
+
+
+def _refuse_several_files(
+    table: ImageTable, columns: Iterable[str], patients: Sequence[str]
+) -> None:
     """Raise DataError for columns of files, or with another name in each row, that can be several
     files, as raw/1.png and clahe/1.png; "left" may be in each patient's folder.
     """
     for name in columns:
-        if table.frame[name].is_unique or _names_files(table.frame[name]):
+        of_files = table.frame[name].is_unique or _names_files(table.frame[name])
+        if of_files and not _tells_apart(table, name, patients):
             for cell in table.frame[name].head(SAMPLED_ROWS):
                 table.image(cell, f"{table.path} column {name}")
 

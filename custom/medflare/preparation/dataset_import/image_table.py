@@ -203,6 +203,7 @@ class ImageTable:
             folders = image.relative_to(self.folder.root).parent.parts
             parts = list(map(_with_short_dates, [*folders, stem(image)]))
             parts += chain.from_iterable(re.split("[ _.-]+", part) for part in list(parts))
+            parts.append(_with_short_dates(image.name))
             if not spellings.isdisjoint(parts):
                 found.append(image)
         return found
