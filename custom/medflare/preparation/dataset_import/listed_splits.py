@@ -53,8 +53,6 @@ def with_listed_splits(
         tables = []
     files = [*lists_of, *(table.path for table in tables)]
     if files:
-        for table in tables:
-            _refuse_split_words(table)
         problems = [str(table.problem) for table in tables if table.problem]
         splits = _listed_splits(dataset.items, counts, lists_of.values(), files[0], problems)
         source = ", ".join(map(folder.relative, files))
@@ -206,14 +204,3 @@ def _listed_splits(
             raise DataError("; ".join((problem, *problems)))
         found += splits[listed]
     return found
-
-
-def _refuse_split_words(table: ImageTable) -> None:
-    """Raise DataError for a table whose column of splits has other words."""
-    for column in _split_columns(table):
-        for text in table.frame[column]:
-            if not split_name(text):
-                raise DataError(
-                    f"{table.path}: {text!r} in column {column} is not train, val or test; rename "
-                    "it, or draw the splits with --redraw"
-                )

@@ -278,10 +278,6 @@ def _assign_masks(folder: ImageFolder) -> tuple[dict[Path, dict[str, Path]], lis
             if len(masks) == 1:
                 other = files_of[masks[0]].setdefault(part, image)
                 if other is not image:
-                    if (other.parent, stem(other)) == (image.parent, stem(image)):
-                        raise DataError(
-                            f"{folder.both(other, image)} seem to be one image twice; take one out"
-                        )
                     raise _two_images(folder, [other, image], masks[0])
                 return True
         return False
