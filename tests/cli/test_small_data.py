@@ -91,10 +91,11 @@ def test_weights_of_a_package_are_proposed_with_their_hash(
     }
     assert (actual["channels"], actual["size"], actual["intensity"]["b_min"], actual["freeze"]) == (
         3,
-        [64, 64],
+        [224, 224],
         -1.0,
         ["body"],
     )
+    assert actual["augment"] == [], "features of an image are computed once"
     assert "package" in capsys.readouterr().out, "with a reason"
     results, _ = run(sites, tmp_path / "runs", "--task", str(task), "--rounds", "1")
     assert (

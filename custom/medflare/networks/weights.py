@@ -148,6 +148,7 @@ class Packaged:
     low: float  # range of the scaled intensities
     high: float
     step: int  # the sides of the images are multiples of it
+    side: int  # of the images
 
     @property
     def path(self) -> Path | None:
@@ -164,7 +165,13 @@ class Packaged:
 
 PACKAGED = {
     "efficientnet_lite0": Packaged(
-        PACKAGE, "efficientnet-lite0-57934424.pth", channels=3, low=-1.0, high=1.0, step=32
+        PACKAGE,
+        "efficientnet-lite0-57934424.pth",
+        channels=3,
+        low=-1.0,
+        high=1.0,
+        step=32,
+        side=224,
     )
 }
 

@@ -733,6 +733,8 @@ def _with_pretrained(proposed: ProposedTask, sites: Fingerprints, hints: TaskHin
         Choice("channels", weights.channels, "the weights are for colour; grey is repeated"),
         Choice("intensity", scale, "the scale that the weights need"),
     ]
+    size = [max(weights.step, side // weights.step * weights.step) for side in settings["size"]]
+    reason_of_size = f"the weights need multiples of {weights.step}"
     if sum(site.images for site in sites) < _FEW_IMAGES:
         reason = (
             "with few images only the head is trained (medflare's own rule); "
@@ -741,8 +743,9 @@ def _with_pretrained(proposed: ProposedTask, sites: Fingerprints, hints: TaskHin
         changes.append(Choice("freeze", ["body"], reason))
         reason = "features of an image are computed once; give it without freeze"
         changes.append(Choice("augment", [], reason))
+        size = [weights.side] * 2
+        reason_of_size = "that of the images of the weights"
     if not hints.size:
-        size = [max(weights.step, side // weights.step * weights.step) for side in settings["size"]]
-        changes.append(Choice("size", size, f"the weights need multiples of {weights.step}"))
+        changes.append(Choice("size", size, reason_of_size))
     differing = [change for change in changes if settings.get(change.setting) != change.value]
     return _changed(proposed, differing)
