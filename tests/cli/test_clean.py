@@ -92,6 +92,10 @@ def test_an_interrupted_run_keeps_what_resume_needs(
     assert "medflare resume can continue it" in capsys.readouterr().out
     assert main(["results", str(run)]) == 1
     assert f"next: medflare resume {run}\n" in capsys.readouterr().out
+    results["configuration"]["settings"]["engine"] = "flare"
+    (run / "results.json").write_text(json.dumps({**results, "status": "FAILED", "reason": "x"}))
+    assert main(["results", str(run)]) == 1
+    assert "medflare resume" not in capsys.readouterr().out
     assert {"checkpoint.safetensors"} <= files_of(run).keys() and any(
         "/state/" in name for name in files_of(run)
     )

@@ -606,7 +606,7 @@ def results(paths: options.PathArguments, csv: Path | None = None) -> int:
     if len(paths) == 1:
         completed = show_results(paths[0])
         if not completed:
-            _print_resumption(find_results(paths[0]).parent)
+            _print_resumption(find_results(paths[0]))
         table = None if csv is None else results_frame(load_results(paths[0]))
     else:
         import pandas as pd
@@ -627,12 +627,14 @@ def results(paths: options.PathArguments, csv: Path | None = None) -> int:
     return 0 if completed else 1
 
 
-def _print_resumption(folder: Path) -> None:
-    """Print the command that continues a run of the plain loop, if its state is in the folder."""
+def _print_resumption(file: Path) -> None:
+    """Print the command that continues a run of the plain loop whose state is with its results."""
+    from medflare.evaluation.results import load_results
     from medflare.federation.checkpoint import checkpoint_of
 
-    if checkpoint_of(folder).exists():
-        print(f"next: medflare resume {shlex.quote(str(folder))}")
+    engine = load_results(file)["configuration"]["settings"].get("engine")
+    if engine == "local" and checkpoint_of(file.parent).exists():
+        print(f"next: medflare resume {shlex.quote(str(file.parent))}")
 
 
 def write_csv(path: Path, table: "pd.DataFrame") -> None:
