@@ -255,7 +255,7 @@ def test_a_run_that_ends_too_early_says_so(record: RunRecord) -> None:
     where = results["findings"][0]["where"]
     assert (
         where
-        == "validation Dice 0.450 after round 1, 0.650 after round 2; the last round is the best: train longer"
+        == "validation Dice 0.450 after round 1, 0.650 after round 2; the last round is the best"
     )
 
 

@@ -316,7 +316,7 @@ def _still_rising(curve: Curve, metric: str) -> Iterator[_Note]:
     end = f"{format_metric(metric, curve[late[-1]])} after round {late[-1]}"
     text = f"validation {metric_label(metric)} {start}, {end}"
     if late[-1] == max(curve, key=lambda at: (curve[at], at)):
-        text += "; the last round is the best: train longer"
+        text += "; the last round is the best"
     yield _Note("still_rising", None, text)
 
 
