@@ -128,3 +128,14 @@ def test_a_second_file_of_a_channel_is_a_problem(
         assert name in problems[0]
     twice = [tmp_path / "in" / files[0]] * 2
     assert find_inputs(twice, tmp_path / "out", channels)[1] == [], "the same file"
+
+
+def test_numbered_files_are_the_channels_of_an_image(tmp_path: Path) -> None:
+    for number in ("0000", "0001"):
+        picture(tmp_path / f"in/p_1_{number}.png")
+    (found,), problems = find_inputs([tmp_path / "in"], tmp_path / "out", ("t1", "flair"))
+    assert not problems and found.name == "p_1"
+    assert [file and file.name for file in found.channels] == ["p_1_0000.png", "p_1_0001.png"]
+    picture(tmp_path / "in/p_1_0002.png")  # three images of a row
+    assert len(find_inputs([tmp_path / "in"], tmp_path / "out", ("t1", "flair"))[0]) == 3
+    assert len(find_inputs([tmp_path / "in"], tmp_path / "out")[0]) == 3

@@ -34,7 +34,7 @@ def find_inputs(
     subfolders except `out`, without segmentation objects; a warning names subfolders that are left
     out (see `folders.walk`). Its DICOM files are one volume if they are the slices of one series.
     With named channels, P07_flair.nii.gz and P07_post.nii.gz (or P07/flair and P07/post) are
-    channels of one image, P07.
+    channels of one image, P07; so are nnU-Net's P07_0000.nii.gz and P07_0001.nii.gz.
 
     Raises:
         ConfigError: an input folder is the output folder.
@@ -87,7 +87,22 @@ def _part_of(image: Path, channels: Sequence[str]) -> tuple[Path, str]:
             return image.parent, name
         if named.endswith((f"_{name}", f"-{name}")):
             return image.with_name(named[: -len(name) - 1]), name
+    case, _, number = named.rpartition("_")
+    if channels and case and number in _numbers(image, case, len(channels)):
+        return image.with_name(case), channels[int(number)]
     return image, ""
+
+
+def _numbers(image: Path, case: str, count: int) -> list[str]:
+    """The numbers of nnU-Net's files of `count` channels; [] where the files beside `image` begin
+    with another number, or are more, as images in a row are.
+    """
+    numbers = [f"{number:04d}" for number in range(count + 1)]
+    ending = image.name.removeprefix(stem(image))
+    first, *_, beyond = (image.with_name(f"{case}_{number}{ending}") for number in numbers)
+    if first.exists() and not beyond.exists():
+        return numbers[:-1]
+    return []
 
 
 def _search(folder: Path, out: Path) -> Iterator[Path]:
