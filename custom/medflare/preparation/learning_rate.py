@@ -8,7 +8,7 @@ _SGD_OVER_ADAM = 10  # rate of SGD with momentum, relative to Adam's
 # Adam's rate of a network with random weights, by its millions of weights.
 _SEGMENTATION = ((1.0, 0.01), (5.0, 0.003), (float("inf"), 0.001))
 _CLASSIFICATION = ((1.0, 0.003), (float("inf"), 0.001))
-_FROZEN_BODY = 0.003  # the head alone is trained
+_FROZEN_BODY = 0.001  # the head alone is trained
 _FINE_TUNING = 0.0003  # of pretrained weights
 
 
