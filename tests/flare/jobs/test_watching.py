@@ -127,6 +127,14 @@ def test_who_refused_a_job_that_the_others_run_is_named() -> None:
     )
 
 
+def test_a_job_that_was_aborted_or_that_a_site_refused_for_another_reason() -> None:
+    aborted = "FINISHED:ABORTED"
+    assert watched(Served(RUNNING, aborted))[1][-2:] == [f"id {aborted}", "somebody aborted it"]
+    details = ("server: OK", "site-1: a job of this id was here before")
+    _, output = watched(Served(SUBMITTED, "FINISHED:FAILED_TO_RUN", details=details))
+    assert output[-1] == "site-1 refused it: a job of this id was here before"
+
+
 def test_a_failed_job_says_why() -> None:
     ended, output = watched(
         Served(RUNNING, FAILED, log="ERROR - medflare: FAILED: no site is present\n")
@@ -136,7 +144,7 @@ def test_a_failed_job_says_why() -> None:
         Served(SUBMITTED, "FINISHED:FAILED_TO_RUN", details=("site-3: BYOC not permitted",))
     )
     assert not ended and output[-1].startswith("site-3") and "--no-byoc" in output[-1]
-    ended, output = watched(Served("FINISHED:ABORTED"))
+    ended, output = watched(Served(FAILED))
     assert not ended and "job id" in output[-1]
 
 

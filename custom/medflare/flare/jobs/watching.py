@@ -40,6 +40,7 @@ _RESUME = (
     "a new job resumes it after its last finished step "
     "(`medflare resume JOB_FOLDER --job ID --out NEW`, then submit NEW)"
 )
+_OK = ("OK", "")  # replies to a deployment
 _FINISHED = "FINISHED:"  # prefix of FLARE's final states
 # From `federation.outcome.StepReport.text`.
 _STEP = r"(?:round \d+/\d+|after round \d+|without training) \w+: .+"
@@ -284,6 +285,12 @@ def _progress(stats: Json) -> Json:
 def end_reasons(connection: Session, job: str) -> list[str]:
     """The reasons for the end of a job, each once; never empty."""
     reasons = list(dict.fromkeys(explanations(_texts(connection, job))))
+    if not reasons:
+        meta = connection.get_job_meta(job)
+        replies = deployment(meta)
+        reasons += [f"{party} refused it: {reply}" for party, reply in replies if reply not in _OK]
+        if meta.get(JobMetaKey.STATUS) == RunStatus.FINISHED_ABORTED:
+            reasons.append("somebody aborted it")
     return reasons or [
         f"nothing known about job {job} explains its end; read the logs of the server and the sites"
     ]
