@@ -1,4 +1,5 @@
-"""What a server may ask a site next: the steps of the job's schedule, in their order, each once.
+"""What a server may ask a site next: the steps of the job's schedule, in their order, each once, or
+the last one again.
 
 Each reply measures models on the site's images. A server that may ask in any order, as often as it
 likes and with any models, can find out which patients a site has.

@@ -235,8 +235,8 @@ class TaskConfig:
         sampling: how an epoch draws its training images: "shuffle" (each once), "balanced" (every
             class equally often), or {"name": "weighted", "weights": [...]}, see `training.batches`.
         freeze: {"parts": ["body"], "rounds": ...}: parts of the network that are frozen, and not
-            sent, in the first rounds; a list of parts: in every round. A classifier with a frozen
-            "body" and without `augment` computes the features of each image once.
+            sent, in the first rounds; a list of parts: in every round. On a CPU, a classifier of
+            medflare with frozen "body", without `augment`, computes features once.
         batch_size: images per training step.
         local_epochs: passes over a site's training images per round.
         precision: number format of training and evaluation: "fp32", "bf16" or "fp16" (with loss

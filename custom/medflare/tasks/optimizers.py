@@ -1,5 +1,6 @@
 """Optimizers by the names of `torch.optim` (or "adam", "adamw", "sgd") and of extensions, and
-learning-rate schedules over the rounds. Light to import.
+learning-rate schedules over the rounds, whose factor `Participant._step` sets as
+`Site.rate_factor`. Light to import.
 """
 
 import inspect

@@ -7,7 +7,8 @@ models contradict each other a mixture means nothing: then the fit starts from t
 personal model that noise changes least, relative to what it tells, normalised by the test batch or
 by its own running statistics. The state with the lowest loss among those that pass the gate is
 used. The gate exists because an empty mask has the lowest loss: a state must be nearly as
-informative as its start, agree with the mixture or with an expert, and empty no mask.
+informative as its start, agree with the mixture or with an expert, and empty at most a hundredth of
+the masks.
 """
 
 import dataclasses

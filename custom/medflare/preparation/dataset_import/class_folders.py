@@ -360,8 +360,9 @@ class _Tree:
             )
 
     def refuse_pictures_of_others(self) -> None:
-        """Raise DataError for a class whose pictures have the names of those of several others,
-        each of one, as heatmaps do.
+        """Raise DataError for a class of which every picture has the name of one in exactly one
+        other class, and these are two or more, as of heatmaps. Of one other class see
+        `refuse_masks_of_classes`.
         """
         pictures = {name: set(map(stem, images)) for name, images in self.images.items()}
         for name, of_class in pictures.items():
