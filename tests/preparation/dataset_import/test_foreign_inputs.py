@@ -1722,13 +1722,27 @@ def test_splits_images_and_masks_are_no_sites(top: str, tmp_path: Path) -> None:
     )
 
 
+def test_lists_of_splits_name_images_as_class_folders_are_called(tmp_path: Path) -> None:
+    for number in range(20):
+        picture(tmp_path / str(number % 2) / f"{number}.png", number)
+    for split, numbers in (("train", range(12)), ("val", range(12, 16)), ("test", range(16, 20))):
+        lines = [f"{number}.png" for number in numbers]
+        (tmp_path / f"{split}.txt").write_text("\n".join(lines))
+    report = imported(tmp_path)
+    assert sum(item.split == "test" for item in report.dataset.items) == 4
+
+
 def test_a_label_of_one_eye_is_not_that_of_the_other(tmp_path: Path) -> None:
     files(tmp_path, "P1{n}_OD.png", "P1{n}_OS.png")
     table(
-        tmp_path / "grades.csv", ("ID", "OD", "OS"), *((f"P1{n}", n % 2, n % 3) for n in range(10))
+        tmp_path / "grades.csv",
+        ("ID", "OD", "OS"),
+        *((f"P1{n}", n % 2, n // 2 % 2) for n in range(10)),
     )
     text = error_of(tmp_path, columns=Columns(label="OD"))
     assert "P10_OS.png is of the other; write a row for each image" in text
+    imported(tmp_path, columns=Columns(label="OD,OS"))
+    (tmp_path / "datalist.json").unlink()
     for number in range(10):
         (tmp_path / f"P1{number}_OS.png").unlink()
     assert len(imported(tmp_path, columns=Columns(label="OD")).sites[""]) == 10

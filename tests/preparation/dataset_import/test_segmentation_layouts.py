@@ -199,6 +199,19 @@ def test_a_mask_lies_in_folders_of_the_names_of_its_image(
     assert pairs == {image.format(n=n): [of_image.format(n=n)] for n in NUMBERS}
 
 
+def test_masks_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files(tmp_path, "images/a{n}.png", "masks/a{n}.png*")
+    monkeypatch.chdir(tmp_path)
+    assert len(import_folder(Path()).dataset.items) == len(NUMBERS)
+
+
+def test_masks_of_two_structures_differ_in_shape(tmp_path: Path) -> None:
+    files(tmp_path, "images/a{n}.png", "masks/disc/a{n}.png*")
+    for n in NUMBERS:
+        mask(tmp_path / f"masks/cup/a{n}.png", side=30)
+    imported(tmp_path)
+
+
 @pytest.mark.parametrize("entry", ["P{n}", "data/P{n}/ct.nii.gz"])
 @pytest.mark.parametrize("home", ["", "data"])
 def test_lists_of_the_folders_of_cases_are_the_splits(

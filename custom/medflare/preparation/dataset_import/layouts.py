@@ -571,7 +571,9 @@ def _are_drawn_twice(dataset: Dataset) -> bool:
         if len(item.masks) != 2 or item.rendered:
             return False
         first, second = (read_stored(mask, mask=True).array > 0 for mask in item.masks)
-        both = (first & second).sum() if first.shape == second.shape else 0
+        if first.shape != second.shape:
+            return False
+        both = (first & second).sum()
         if not (first | second).sum() / 2 < both < min(first.sum(), second.sum()):
             return False
     return True

@@ -128,12 +128,14 @@ def _split_columns(table: ImageTable) -> list[str]:
 
 
 def _counts_of_names(items: Iterable[Item]) -> Counter[str]:
-    """Name of an image, or of its folder -> how many are called so."""
-    named: set[tuple[str, Path]] = set()
-    for item in items:
-        paths = {composed(stem(path)): path for path in (item.first.parent, item.first)}
-        named.update(paths.items())
-    return Counter(name for name, _ in named)
+    """Name of an image -> how many are called so; and of a folder of images, if no image is."""
+    images = {item.first for item in items}
+    counts = Counter(composed(stem(image)) for image in images)
+    folders = {image.parent for image in images}
+    of_folders = Counter(composed(stem(folder)) for folder in folders)
+    for name in counts:
+        of_folders.pop(name, None)
+    return counts + of_folders
 
 
 def _listed_names(path: Path, counts: Counter[str], folders: set[str]) -> dict[str, set[str]]:

@@ -1,6 +1,5 @@
 """Which mask belongs to which image, and which files are its channels."""
 
-import os
 import re
 import shlex
 from collections import Counter, defaultdict
@@ -409,7 +408,7 @@ def _in_case(folder: ImageFolder, image: Path, masks: Sequence[Path]) -> list[Pa
     """
     inside: Sequence[Path] = []
     for above in image.parents:
-        inside = inside or [mask for mask in masks if str(mask).startswith(f"{above}{os.sep}")]
+        inside = inside or [mask for mask in masks if mask.is_relative_to(above)]
     of_image = {*folder.names[image].folders}
     counts = {mask: len(of_image.intersection(folder.names[mask].folders)) for mask in inside}
     most = max(counts.values(), default=0)

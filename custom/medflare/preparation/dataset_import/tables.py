@@ -371,7 +371,7 @@ def _refuse_other_sides(table: ImageTable, labels: Sequence[str], images: Iterab
     named = {*chain.from_iterable(map(words, labels))}
     others: set[str] = set()
     for side, other in permutations(WORDS["side"]):
-        if named.intersection(side):
+        if named.intersection(side) and named.isdisjoint(other):
             others.update(other)
     for image in images if others else ():
         if others.intersection(words(stem(image))):
