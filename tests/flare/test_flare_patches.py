@@ -543,11 +543,16 @@ def test_the_server_starts_jobs_after_one_that_its_lead_deletes_meanwhile(
     monkeypatch.setattr(JobRunner, "run", run)
     monkeypatch.setattr(JobRunner, "_job_complete_process", complete)
     schedule_each_job_alone()
-    JobRunner("workspace").run(None)
+    runner = JobRunner("workspace")
+    runner.scheduler = DefaultJobScheduler()
+    runner.scheduler.scheduled_jobs = ["deleted", "running"]
+    runner.running_jobs = {"running": None}
+    runner.run(None)
     stop.set()
     for thread in threads:
         thread.join()
     assert looked == [1, 2, 3] and len(completing) == 1
+    assert runner.scheduler.scheduled_jobs == ["running"]
 
 
 def admin_message(body: Any, **headers: Any) -> AdminMessage:
@@ -556,13 +561,18 @@ def admin_message(body: Any, **headers: Any) -> AdminMessage:
     return message
 
 
-ENOUGH = Shareable({"__headers__": {"_is_resource_enough": True, "_resource_reserve_token": "7"}})
+def resources(token: str) -> Shareable:
+    answer = Shareable()
+    answer.set_header("_resource_reserve_token", token)
+    return answer
 
 
 @pytest.mark.parametrize(
     ("topic", "answer", "is_used"),
     [
-        ("scheduler.check_resource", admin_message(ENOUGH), True),
+        ("scheduler.check_resource", admin_message(resources("7")), True),
+        ("scheduler.check_resource", admin_message(resources("7" * 10**6)), False),
+        ("scheduler.check_resource", admin_message(resources("7\n8")), False),
         ("scheduler.check_resource", admin_message("no right", _rtnCode="_error"), True),
         ("scheduler.check_resource", admin_message("a text"), False),
         ("scheduler.check_resource", admin_message("a text", _rtnCode="OK"), False),
@@ -610,14 +620,18 @@ def test_the_configuration_of_a_job_is_bounded(monkeypatch: pytest.MonkeyPatch) 
     bound_metadata()
     large = " " * (other_parties.LARGEST_CONFIG + 1)
     for name, refused in (
-        ("meta.json", True),
-        ("app/config/config_fed_client.json", True),
-        ("app/custom/table.json", False),
+        ("job/meta.json", True),
+        ("job/app/config/config_fed_client.json", True),
+        ("job/app/config/config_fed_server.json.default", True),
+        ("job/custom/config/config_fed_client.json", True),
+        ("custom/app/config/config_fed_client.json", True),
+        ("job/app/custom/table.json", False),
     ):
         packed = BytesIO()
         with ZipFile(packed, "w", ZIP_DEFLATED) as archive:
-            archive.writestr(f"job/{name}", large)
-        valid, reason, _ = JobMetaValidator().validate("job", packed.getvalue())
+            archive.writestr(name, large)
+        job = name.partition("/")[0]
+        valid, reason, _ = JobMetaValidator().validate(job, packed.getvalue())
         assert valid != refused and ("more than 1048576 bytes" in reason) == refused
 
 

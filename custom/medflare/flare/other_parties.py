@@ -101,6 +101,7 @@ _COMMAND_CHARACTERS = 2**20  # of a console's command
 _FETCHED = 2  # messages with arrays; a site sends one at a time
 _JOB_BYTES = 2**26  # unpacked, which FLARE holds once for each site
 LARGEST_CONFIG = 2**20  # bytes of a file of a job's configuration
+_TOKEN = 1000  # characters of a token for a site's resources, which a job's metadata repeat
 _META_DEPTH = 16  # of a job's metadata; and their length as JSON
 _META_CHARACTERS = 2**18
 _UPLOADS = 4  # of one party at once
@@ -372,6 +373,8 @@ def schedule_each_job_alone() -> None:
                 return
             except Exception as error:  # FLARE would start no job any more
                 _LOG.warning(printable(f"a job could not be started ({error})"))
+                for job in {*runner.scheduler.scheduled_jobs} - {*runner.running_jobs}:
+                    runner.scheduler.remove_scheduled_job(job)
 
     def completed(runner: JobRunner, engine: Any) -> None:
         if completing.acquire(blocking=False):  # `run` has begun again otherwise
@@ -421,7 +424,7 @@ def _is_usable(topic: str, reply: Any) -> bool:
     code = reply.headers.get(MsgHeader.RETURN_CODE)
     if topic == TrainingTopic.CHECK_RESOURCE and code != AdminReturnCode.ERROR:
         token = reply.body.get_header(ShareableHeader.RESOURCE_RESERVE_TOKEN, "")
-        return code is None and isinstance(token, str)
+        return code is None and isinstance(token, str) and token == printable(token[:_TOKEN])
     reply.body = reason_line(reply.body)
     is_error = code == AdminReturnCode.ERROR or reply.body.startswith(ERROR_MSG_PREFIX)
     return not (is_error and topic == TrainingTopic.START_JOB)
@@ -604,8 +607,11 @@ def bound_metadata() -> None:
     def checked(validator: JobMetaValidator, job: str, archive: ZipFile) -> Any:
         for member in archive.infolist():
             path = PurePath(member.filename)
-            is_code = WorkspaceConstants.CUSTOM_FOLDER_NAME in path.parts
-            if path.suffix == ".json" and not is_code and member.file_size > LARGEST_CONFIG:
+            inside = path.parts[len(PurePath(job).parts) :]  # app, its folder, ...
+            is_code = inside[1:2] == (WorkspaceConstants.CUSTOM_FOLDER_NAME,)
+            # FLARE reads config_fed_server.json.default, too.
+            is_config = ".json" in path.suffixes and not is_code
+            if is_config and member.file_size > LARGEST_CONFIG:
                 raise ValueError(f"{printable(path.name)} has more than {LARGEST_CONFIG} bytes")
         meta = check_job(validator, job, archive)
         _check_metadata(meta)
