@@ -132,7 +132,7 @@ def test_a_job_that_was_aborted_or_that_a_site_refused_for_another_reason() -> N
     assert watched(Served(RUNNING, aborted))[1][-2:] == [f"id {aborted}", "somebody aborted it"]
     details = ("server: OK", "site-1: a job of this id was here before")
     _, output = watched(Served(SUBMITTED, "FINISHED:FAILED_TO_RUN", details=details))
-    assert output[-1] == "site-1 refused it: a job of this id was here before"
+    assert output[-1] == "site-1 replied to the deployment: a job of this id was here before"
 
 
 def test_a_failed_job_says_why() -> None:

@@ -288,7 +288,11 @@ def end_reasons(connection: Session, job: str) -> list[str]:
     if not reasons:
         meta = connection.get_job_meta(job)
         replies = deployment(meta)
-        reasons += [f"{party} refused it: {reply}" for party, reply in replies if reply not in _OK]
+        reasons += [
+            f"{party} replied to the deployment: {reply}"
+            for party, reply in replies
+            if reply not in _OK
+        ]
         if meta.get(JobMetaKey.STATUS) == RunStatus.FINISHED_ABORTED:
             reasons.append("somebody aborted it")
     return reasons or [
