@@ -131,8 +131,10 @@ def test_a_second_file_of_a_channel_is_a_problem(
 
 
 def test_numbered_files_are_the_channels_of_an_image(tmp_path: Path) -> None:
-    for number in ("0000", "0001"):
-        picture(tmp_path / f"in/p_1_{number}.png")
+    picture(tmp_path / "in/p_1_0000.png")
+    (found,), _ = find_inputs([tmp_path / "in"], tmp_path / "out", ("t1", "flair"))
+    assert found.name == "p_1_0000", "an image of a row"
+    picture(tmp_path / "in/p_1_0001.png")
     (found,), problems = find_inputs([tmp_path / "in"], tmp_path / "out", ("t1", "flair"))
     assert not problems and found.name == "p_1"
     assert [file and file.name for file in found.channels] == ["p_1_0000.png", "p_1_0001.png"]

@@ -94,13 +94,13 @@ def _part_of(image: Path, channels: Sequence[str]) -> tuple[Path, str]:
 
 
 def _numbers(image: Path, case: str, count: int) -> list[str]:
-    """The numbers of nnU-Net's files of `count` channels; [] where the files beside `image` begin
-    with another number, or are more, as images in a row are.
+    """The numbers of nnU-Net's files of `count` channels; [] unless the files beside `image` are
+    just these, as images in a row are not.
     """
     numbers = [f"{number:04d}" for number in range(count + 1)]
     ending = image.name.removeprefix(stem(image))
-    first, *_, beyond = (image.with_name(f"{case}_{number}{ending}") for number in numbers)
-    if first.exists() and not beyond.exists():
+    *files, beyond = (image.with_name(f"{case}_{number}{ending}") for number in numbers)
+    if all(file.exists() for file in files) and not beyond.exists():
         return numbers[:-1]
     return []
 
