@@ -238,6 +238,18 @@ def test_a_changed_datalist_is_no_leave_to_read_the_same_labels_in_another_way(
     enrol("other patients in all splits", turned)
 
 
+def test_labels_with_their_values_are_the_same_as_without(data: Path, tmp_path: Path) -> None:
+    changing = tmp_path / "data"
+    shutil.copytree(data, changing)
+    record = DataRecord(tmp_path / "record", changing / "a", "one", 1000)
+    for job in ("first", "second"):
+        values = {label: [number] for number, label in enumerate(FIRST.labels)}
+        task = replace(FIRST, label_values=values if job == "first" else {})
+        site = open_site("a", task, data_root=changing, local=LocalSettings(minimum_patients=2))
+        replace(record, job=job).fix_used_images(site)
+        _without(changing, "a", "training", 2)
+
+
 def test_the_site_allows_another_selection(data: Path, tmp_path: Path) -> None:
     record = DataRecord(tmp_path / "record", data / "a", "one", 1000)
     first = open_site("a", FIRST, data_root=data)

@@ -22,6 +22,7 @@ from medflare.data.class_counts import counts_by_image
 from medflare.data.datalist import FILE, SPLITS
 from medflare.data.decoding import reading_settings
 from medflare.data.local import PLACE, Bounds
+from medflare.data.targets import stored_values
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 
@@ -225,7 +226,7 @@ def _check_changed_patients(site: Site, earlier: _Used, present: _Used) -> None:
     """Raise ConfigError if a split differs from an earlier job's in a few patients alone, or in
     what the task makes of the same patients' labels.
     """
-    is_other = earlier.get(_LABELS, present[_LABELS]) != present[_LABELS]
+    is_other = earlier.get(_LABELS) != present[_LABELS]
     other_labels = is_other and site.minimum_patients > 1
     for name in SPLITS:
         for depth in range(1, 4):  # patients; with their images; with the labels
@@ -279,13 +280,9 @@ def used_images_digest(site: Site) -> str:
     for name, images in _used_images(site).items():
         content[name] = [json.dumps(image) for image in images]
     if task.kind == "segmentation":
-        content |= _labels_of(task)
+        content["labels"] = [task.label_values.get(label) for label in task.labels]
+        content["unlisted"] = task.unlisted_labels
     return _digest(content)
-
-
-def _labels_of(task: TaskConfig) -> JsonDict:
-    values = [task.label_values.get(label) for label in task.labels]
-    return {"labels": values, "unlisted": task.unlisted_labels}
 
 
 def _used_images(site: Site) -> dict[str, list[list[Any]]]:
@@ -306,7 +303,12 @@ def _digests_of_patients(site: Site) -> _Used:
     """Split -> digests of each patient, of the patient's images, and of their labels; and a digest
     of what the task makes of labels.
     """
-    used: _Used = {_LABELS: _digest([site.task.kind, site.task.target, _labels_of(site.task)])}
+    task = site.task
+    values = None  # several masks, or a list of 0 and 1
+    if task.label_values or task.target != "multilabel":
+        values = stored_values(task)
+    labels = [task.kind, task.target, len(task.labels), values, task.unlisted_labels]
+    used: _Used = {_LABELS: _digest(labels)}
     for name, images in _used_images(site).items():
         by_patient: dict[str, list[tuple[str, Any]]] = defaultdict(list)
         for patient, file, labels in images:

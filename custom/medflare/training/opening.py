@@ -92,7 +92,7 @@ def open_site(
 
 
 def check_task_bounds(task: TaskConfig, bounds: Bounds, location: str) -> None:
-    """Compare a task's image size, epochs, network and transforms with a site's bounds, before
+    """Compare a task's image size, epochs, network and transforms with a party's bounds, before
     images are read.
 
     Raises:
