@@ -15,6 +15,8 @@ from medflare.networks.catalogue import initial_network
 from medflare.preparation import proposing, round_time
 from medflare.preparation.dataset_import.datalists import import_folder
 from medflare.preparation.dataset_import.options import ImportOptions
+from medflare.preparation.device_rules import local_epochs
+from medflare.preparation.fingerprint import fingerprints
 from medflare.preparation.learning_rate import usual_rate
 from medflare.preparation.proposing import TaskHints, propose
 from medflare.preparation.round_time import Stopwatch, round_seconds
@@ -88,6 +90,19 @@ def test_thin_structures_get_patches_and_broad_ones_whole_images(tmp_path: Path)
     broad = proposed(drawn(tmp_path / "broad", 256, 64))
     assert thin.image_mode == "patch" and max(thin.size) <= 128 and thin.patches_per_image > 1
     assert broad.image_mode == "resize" and max(broad.size) < 128
+
+
+def test_fixed_features_need_no_shorter_rounds(tmp_path: Path) -> None:
+    """On a GPU they are computed in each epoch."""
+    import_folder(classes(tmp_path, patients=12))
+    settings = {"labels": ["cat", "dog"], "freeze": ["body"], "augment": [], "batch_size": 2}
+    task = small_task("classification", **settings)
+    sites = fingerprints(tmp_path, task)
+    epochs = {}
+    for device in ("cpu", "cuda"):
+        stopwatch = Stopwatch(sites, torch.device(device), memory=1, limit=60)
+        epochs[device] = local_epochs(task, stopwatch, seconds=60).value
+    assert epochs["cpu"] > epochs["cuda"] == 1
 
 
 def test_fewer_minutes_give_smaller_images(tmp_path: Path) -> None:

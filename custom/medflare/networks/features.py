@@ -75,6 +75,11 @@ class FixedFeatures:
         return torch.cat(features)
 
 
+def keeps_features(task: TaskConfig, device: torch.device) -> bool:
+    """Whether the features of a frozen body are computed once, see `FixedFeatures`."""
+    return task.has_fixed_features and device.type == "cpu"
+
+
 class FeatureNetwork(nn.Module):
     """A body that computes features and a head that turns them into logits.
 

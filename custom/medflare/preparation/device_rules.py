@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Sequence
 
 from medflare.core.text import format_seconds, format_shape
+from medflare.networks.features import keeps_features
 from medflare.preparation.fingerprint import Fingerprints
 from medflare.preparation.planning import Choice, Settings, chosen_settings, mirroring, ordered_axes
 from medflare.preparation.round_time import Stopwatch, median_size
@@ -184,7 +185,7 @@ def local_epochs(task: TaskConfig, stopwatch: Stopwatch, seconds: float) -> Choi
     steps = max(1, images * task.patches_per_image // task.batch_size)
     wanted = min(_MAX_EPOCHS, math.ceil(_STEPS / steps))
     epochs = wanted
-    if not task.has_fixed_features:
+    if not keeps_features(task, stopwatch.device):
         epochs = max(1, min(wanted, int(stopwatch.limit / seconds)))
     reason = f"about {_STEPS} steps of a round at a site of {images} images"
     if epochs < wanted:

@@ -40,6 +40,7 @@ from medflare.data.reading import (
     suffix,
 )
 from medflare.data.targets import SiteStructures, differing_structures, plain_name, same_names
+from medflare.networks.features import keeps_features
 from medflare.networks.weights import INSTALL, PACKAGED, packaged_weights, scaled_for
 from medflare.preparation.check import check_task
 from medflare.preparation.device_rules import (
@@ -677,7 +678,7 @@ def _with_rate_and_epochs(
     seconds = stopwatch.measured_seconds(task)
     epochs = local_epochs(task, stopwatch, seconds)
     device = device_name(stopwatch.device)
-    if task.has_fixed_features:
+    if keeps_features(task, stopwatch.device):
         first = format_seconds(seconds)
         time = f"time: the first round of FedAvg takes about {first} here ({device}), others less"
     else:

@@ -21,7 +21,7 @@ from medflare.inference.deployed import plain_message
 from medflare.methods.base import Plan, SiteAlgorithm, SiteHyper
 from medflare.methods.parts.measured import MEASURED
 from medflare.methods.parts.partial import LocalPart
-from medflare.networks.features import FeatureNetwork, FixedFeatures, copied_state
+from medflare.networks.features import FeatureNetwork, FixedFeatures, copied_state, keeps_features
 from medflare.privacy.rounds import PrivacyCost, privacy_cost, train_privately
 from medflare.privacy.settings import PrivacyHyper, check_private, check_private_site, is_private
 from medflare.tasks.config import TaskConfig
@@ -125,7 +125,7 @@ class FedAvgSite(SiteAlgorithm[F]):
         super().__init__(site, plan)
         self.optimizers = OptimizerMemory(self.memory)
         self._fixed: FixedFeatures | None = None
-        if plan.task.has_fixed_features and site.device.type == "cpu":
+        if keeps_features(plan.task, site.device):
             self._fixed = FixedFeatures()
         if is_private(self.hyper) and self.inside:
             check_private_site(site, self.hyper)
