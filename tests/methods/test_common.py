@@ -169,6 +169,7 @@ def test_a_model_of_the_sites_own_is_of_the_best_round_by_its_validation(
         ("grace", {"tta": "tent"}, {"network": INSTANCE_UNET}, "BatchNorm"),
         ("grace", {"tta": "dsbn"}, {"network": INSTANCE_UNET}, "BatchNorm"),
         ("fedsm", {}, {"freeze": {"parts": ["body"], "rounds": 2}}, "freeze"),
+        ("mixstyle", {}, {"freeze": ["body"]}, "freeze"),
         ("fedavg", {}, {"freeze": {"parts": ["boddy"], "rounds": 2}}, "boddy"),
         ("fedavg", {}, {"freeze": {"parts": ["body", "head"], "rounds": 2}}, "freeze.parts"),
         ("fedavg", {}, {"freeze": {"parts": ["body"]}}, "freeze"),

@@ -75,6 +75,7 @@ class MixStyleSite(FedAvgSite[MixStyleHyper]):
     """FedAvg's site algorithm with mixed styles."""
 
     dp_unsupported_reason = "it mixes the images of a batch"
+    freezes = False  # a frozen body mixes no styles
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: MixStyleHyper, server_hyper: Any) -> None:
