@@ -735,7 +735,7 @@ def test_messages_and_commands_are_bounded_and_hold_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A table of one byte takes 64, and FLARE writes a file to where a link in its folder leads."""
-    sent = Shareable({"numbers": [*range(1000)], "weights": b"w" * 2**24, "text": "ε" * 2**24})
+    sent = {"numbers": [*range(1000)], "weights": b"w" * 2**24, "text": "ε" * 2**24}
     assert fobs.loads(fobs.dumps(sent)) == sent
     monkeypatch.setattr(other_parties, "_OBJECTS", 100)
     listed: list[Any] = [[{}] * 101, [[[]] * 60] * 2, dict.fromkeys(range(101), 1)]
