@@ -76,8 +76,9 @@ class FixedFeatures:
 
 
 def keeps_features(task: TaskConfig, device: torch.device) -> bool:
-    """Whether the features of a frozen body are computed once, see `FixedFeatures`."""
-    return task.has_fixed_features and device.type == "cpu"
+    """Whether the features (N, D) of a frozen body are computed once, see `FixedFeatures`."""
+    is_fixed = "body" in task.freeze.parts and not task.augment
+    return task.kind == "classification" and is_fixed and device.type == "cpu"
 
 
 class FeatureNetwork(nn.Module):

@@ -450,12 +450,6 @@ class TaskConfig:
         return overlap and not self.label_values
 
     @property
-    def has_fixed_features(self) -> bool:
-        """Whether an image has the same features (N, D) in every round with frozen parts."""
-        classifies = self.kind == "classification"
-        return classifies and "body" in self.freeze.parts and not self.augment
-
-    @property
     def test_metrics(self) -> tuple[str, ...]:
         """Names of all metrics of the test images."""
         if not self.metrics:
