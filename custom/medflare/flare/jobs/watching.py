@@ -284,15 +284,14 @@ def _progress(stats: Json) -> Json:
 
 def end_reasons(connection: Session, job: str) -> list[str]:
     """The reasons for the end of a job, each once; never empty."""
-    reasons = list(dict.fromkeys(explanations(_texts(connection, job))))
+    meta = connection.get_job_meta(job)
+    replies = list(deployment(meta))
+    log = connection.get_job_logs(job)["logs"]
+    reasons = list(dict.fromkeys(explanations([*replies, *log.items()])))
     if not reasons:
-        meta = connection.get_job_meta(job)
-        replies = deployment(meta)
-        reasons += [
-            f"{party} replied to the deployment: {reply}"
-            for party, reply in replies
-            if reply not in _OK
-        ]
+        for party, reply in replies:
+            if reply not in _OK:
+                reasons.append(f"{party} replied to the deployment: {reply}")
         if meta.get(JobMetaKey.STATUS) == RunStatus.FINISHED_ABORTED:
             reasons.append("somebody aborted it")
     return reasons or [
@@ -322,12 +321,3 @@ def deployment(meta: Json) -> Iterator[tuple[str, str]]:
     for detail in meta.get(JobMetaKey.JOB_DEPLOY_DETAIL) or []:
         party, _, reply = str(detail).partition(": ")
         yield party, reply
-
-
-def _texts(connection: Session, job: str) -> Iterator[tuple[str, str]]:
-    """(party, text) of all that may explain the end of a job.
-
-    These are the replies to the deployment and the server's log.
-    """
-    yield from deployment(connection.get_job_meta(job))
-    yield from connection.get_job_logs(job)["logs"].items()
