@@ -162,8 +162,8 @@ def _image_columns(table: ImageTable, used: UsedColumns) -> list[str]:
         for name in frame:
             cells = frame[name]
             names_images = _names_files(cells) or (name in usual and cells.is_unique)
-            of_patient = _tells_apart(table, name, named)
-            if named and names_images and name not in named and not of_patient:
+            is_other = bool(named) and names_images and name not in named
+            if is_other and not _tells_apart(table, name, named):
                 raise ColumnError(
                     f"{path}: column {name} names no image of the folder, as "
                     f"{first_text(cells)!r}; correct the names, or give --image-column {named[0]} "
