@@ -181,9 +181,10 @@ def _keys(kit: Kit) -> str:
             f"other accounts can read {kit.key} and act as {kit.name}; chmod 600 {kit.key}"
         )
     folders = (kit.folder, kit.folder / "startup", kit.local)
-    reached_by = stat.S_IMODE(kit.folder.stat().st_mode) & 0o011  # others who may enter the kit
+    entering = stat.S_IMODE(kit.folder.stat().st_mode) & 0o011  # group and others, if they may
+    writing = entering << 1  # the same accounts' right to write
     for path in (*folders, *kit.local.iterdir()):
-        if stat.S_IMODE(path.stat().st_mode) & reached_by << 1:
+        if stat.S_IMODE(path.stat().st_mode) & writing:
             raise ConfigError(f"other accounts can change {path}; chmod go-w {path}")
     return "only this account can read the private key"
 
