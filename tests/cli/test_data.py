@@ -124,7 +124,8 @@ def test_a_site_with_test_images_only_takes_the_task_of_the_others(
     classes(hospitals / "C" / "test", patients=6)
     data, task, run = (str(tmp_path / name) for name in ("DATA", "task.json", "run"))
     assert main(["data", "init", str(hospitals), "--site-folders", "--out", data]) == 0
-    assert main(["task", "init", data, "--yes", "--size", "32,32", "--out", task]) == 0
+    settings = ["--network", "small_cnn", "--size", "32,32"]
+    assert main(["task", "init", data, "--yes", *settings, "--out", task]) == 0
     *_, command = capsys.readouterr().out.splitlines()
     assert command.startswith("      medflare run fedavg") and " --outside C " in command
     assert main([*command.split()[1:], "--rounds", "1", "--out", run]) == 0

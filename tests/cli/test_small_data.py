@@ -97,7 +97,9 @@ def test_weights_of_a_package_are_proposed_with_their_hash(
     )
     assert actual["augment"] == [], "features of an image are computed once"
     assert "package" in capsys.readouterr().out, "with a reason"
-    results, _ = run(sites, tmp_path / "runs", "--task", str(task), "--rounds", "1")
+    results, _ = run(
+        sites, tmp_path / "runs", "--task", str(task), "--rounds", "1", "--epochs", "1"
+    )
     assert (
         results["configuration"]["task"]["network"]["weights"]["sha256"]
         == actual["network"]["weights"]["sha256"]
@@ -150,6 +152,8 @@ def test_pretrained_weights_by_an_option_of_run(sites: Path, tmp_path: Path) -> 
         "efficientnet_lite0",
         "--pretrained",
         "--rounds",
+        "1",
+        "--epochs",
         "1",
     )
     used = results["configuration"]["task"]
