@@ -4,8 +4,11 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Final
 
+from medflare.studies.differences import Model, difference_of
+from medflare.studies.further_models import BEST_EXPERT
+from medflare.studies.runs import task_of
 from medflare.studies.statistics import ALL_SITES, holm
-from medflare.studies.tables import BEST_EXPERT, Model, StudyTables, task_of
+from medflare.studies.tables import StudyTables
 
 FEDAVG: Final = ("fedavg:reset_optimizer=false", "deployed")
 ALONE: Final = ("single-site", "deployed")
@@ -172,7 +175,7 @@ def claim_lines(claim: Claim, study: StudyTables) -> list[Line]:
     study.metric = claim.metric or task_of(study.groups)["metric"]
     compared = []
     for name, model in claim.comparators:
-        difference = study.difference(model, (claim.row, claim.model), claim.role)
+        difference = difference_of(study, model, (claim.row, claim.model), claim.role)
         assert difference is not None, f"{claim.study}: no difference of {claim.row} to {name}"
         compared.append((name, difference))
     adjusted = holm([difference.over_seeds.p for _, difference in compared])

@@ -12,17 +12,13 @@ import pandas as pd
 
 from medflare.evaluation.findings import is_rising
 from medflare.evaluation.results import confusion
-from medflare.studies.statistics import ALL_SITES, compare, conclusion
+from medflare.studies.differences import Model
+from medflare.studies.further_models import EXPERT_SPREAD
+from medflare.studies.paper_effects import MARGIN
+from medflare.studies.runs import curve_of, task_of
+from medflare.studies.statistics import ALL_SITES, Results, compare, conclusion
 from medflare.studies.suites import load_suite
-from medflare.studies.tables import (
-    EXPERT_SPREAD,
-    MARGIN,
-    Model,
-    Results,
-    StudyTables,
-    curve_of,
-    task_of,
-)
+from medflare.studies.tables import StudyTables
 from studies.published_claims import (
     ALONE,
     CLAIMS,
@@ -297,7 +293,7 @@ def of_prr(study: Callable[[str], StudyTables]) -> Sentences:
     dermoscopy = Runs(study("ham10000_prr"))
     groups = dermoscopy.study.groups
     assert all(is_rising(curve_of(groups[row], "deployed")) for row, _ in (FEDBN, PRR))
-    sites = dermoscopy.study.sites_of("inside")
+    sites = dermoscopy.study.sites_of["inside"]
     assert all(dermoscopy.gains(PRR_ALONE, FEDBN, site).mean() < 0 for site in sites)
     others = [dermoscopy.gains(FEDBN, PRR, site) for site in sites if site != "vienna_dias"]
     below = f"FedBN is {dermoscopy.below(FEDBN, PRR_ALONE)} below training alone"

@@ -8,7 +8,9 @@ from zipfile import ZipFile
 
 import pytest
 
-from medflare.studies import tables
+from medflare.studies import differences
+from medflare.studies.paper_effects import PAPER_EFFECTS
+from medflare.studies.report import notes
 from medflare.studies.statistics import Comparison, compare_patients
 from medflare.studies.study import STUDY_FILE, read_study
 from medflare.studies.suites import load_suite
@@ -43,7 +45,7 @@ def _compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
             COMPARED[key] = compare_patients(first, second, metric, **options), (first, second)
         return COMPARED[key][0]
 
-    monkeypatch.setattr(tables, "compare_patients", compare)
+    monkeypatch.setattr(differences, "compare_patients", compare)
 
 
 @pytest.mark.timeout(1200)
@@ -56,7 +58,7 @@ def test_committed_tables_are_those_of_the_committed_runs(study: Path) -> None:
     texts = {title: str(table) for title, table in shown.tables(committed).items()}
     assert committed and texts == committed
     if any("differences" in title for title in committed):
-        assert [note for note in shown.notes() if f"- {note}\n" not in page] == []
+        assert [note for note in notes(shown) if f"- {note}\n" not in page] == []
     assert (study / STUDY_FILE).stat().st_size < 40_000 * sum(map(len, shown.groups.values()))
     assert f"](results/{study.name}/{STUDY_FILE})" in (DOCS / "results.md").read_text(
         encoding="utf-8"
@@ -102,7 +104,7 @@ def test_the_effects_of_the_papers_are_those_of_their_tables(
     first = numbers[row]["mean"]
     second = numbers[comparator]["mean"]
     scale = 100 if first > 1 else 1  # percent
-    assert tables.PAPER_EFFECTS[effect] == pytest.approx((first - second) / scale, abs=0.0015)
+    assert PAPER_EFFECTS[effect] == pytest.approx((first - second) / scale, abs=0.0015)
 
 
 def test_the_numbers_in_sentences_are_those_of_the_committed_runs() -> None:

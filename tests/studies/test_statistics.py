@@ -27,6 +27,7 @@ from medflare.studies.statistics import (
     equivalence_p,
     holm,
     joined_cases,
+    metrics_frame,
     split_ratio,
     study_values,
     weighted_metric,
@@ -173,7 +174,7 @@ def values_of(
     runs: Sequence[Results], model: str, role: str = "inside", site: str = ALL_SITES
 ) -> list[float]:
     values: list[float] = (
-        study_values({"row": runs}).loc[("row", model, role, "dice", site)].tolist()
+        study_values(metrics_frame({"row": runs})).loc[("row", model, role, "dice", site)].tolist()
     )
     return values
 

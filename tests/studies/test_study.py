@@ -29,6 +29,7 @@ from medflare.studies import study
 from medflare.studies.candidates import Candidate
 from medflare.studies.costs import PEAK
 from medflare.studies.references import CENTRALISED, POOLED, REFERENCES, SINGLE_SITE, Draw, Setting
+from medflare.studies.report import study_report
 from medflare.studies.statistics import Results
 from medflare.studies.study import (
     STUDY_FILE,
@@ -42,7 +43,7 @@ from medflare.studies.study import (
     write_rows,
     write_run,
 )
-from medflare.studies.tables import StudyTables, study_report
+from medflare.studies.tables import StudyTables
 from medflare.tasks.config import load_task
 
 TASK = load_task(tiny_phantom())

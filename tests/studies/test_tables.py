@@ -11,18 +11,15 @@ import pytest
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
+from medflare.studies.differences import delong_text, difference_of, differences, differences_within
 from medflare.studies.figures import learning_curves
+from medflare.studies.markdown import Table
 from medflare.studies.page import study_page
+from medflare.studies.report import banner, equal_rows, notes, study_report
+from medflare.studies.runs import curve_of, selection
 from medflare.studies.statistics import Comparison, Results
 from medflare.studies.study import write_run
-from medflare.studies.tables import (
-    StudyTables,
-    Table,
-    curve_of,
-    delong_text,
-    selection,
-    study_report,
-)
+from medflare.studies.tables import StudyTables
 from medflare.tasks.config import load_task
 from studies.conftest import leaving_out
 
@@ -146,11 +143,11 @@ def test_rows_with_equal_values_in_every_cell_are_named(record: RunRecord) -> No
 
     groups = {"fedavg": row(0.5, 0.6), "fedyogi": row(0.5, 0.6), "other": row(0.6, 0.5)}
     study = StudyTables(groups)
-    (line,) = study.equal_rows()
+    (line,) = equal_rows(study)
     assert line.startswith("fedavg and fedyogi have")
     assert f"- {line}" in study_report(study).split("\n## ")[0] and line in study_page(study)
     fewer = {"fedavg": row(0.5, 0.6), "fedyogi": row(0.5, 0.6)[:1]}
-    assert StudyTables(fewer).equal_rows() == []
+    assert equal_rows(StudyTables(fewer)) == []
 
 
 def test_areas_under_roc_curves_are_compared_by_class(record: RunRecord) -> None:
@@ -262,7 +259,7 @@ def test_the_oracle_is_marked_and_is_never_the_best(record: RunRecord) -> None:
     assert str(table).count("oracle") == 1, "references and runs with one model have none"
     plain = measured(record, 0, A={"deployed": 0.5}, B={"deployed": 0.5})
     assert "| m | oracle (chosen on test) | inside | +0.125 |" in str(
-        StudyTables({"plain": [plain], "m": [run]}).differences()
+        differences(StudyTables({"plain": [plain], "m": [run]}))
     )
 
 
@@ -272,7 +269,7 @@ def test_the_table_of_differences(runs: list[Results]) -> None:
     for run, value in zip(runs, (0.2, 0.3, 0.7), strict=True):
         better.append(leaving_out("X", value, run))
     tables = StudyTables({"plain": runs, "better": better})
-    lines = str(tables.differences()).splitlines()
+    lines = str(differences(tables)).splitlines()
     assert lines[0] == (
         "| method | model | sites | difference to plain | 95 % over seeds | t-test over seeds, p | seeds "
         "| 95 % over patients | test over patients, p | patients | p over seeds, Holm | detectable | d | verdict |"
@@ -283,7 +280,7 @@ def test_the_table_of_differences(runs: list[Results]) -> None:
     )
     for line in lines:
         assert not line.startswith("| plain | deployed"), "not against itself"
-    against = str(tables.differences("better"))
+    against = str(differences(tables, "better"))
     assert (
         "| difference to better |" in against
         and "| plain | deployed | outside | -0.100 | – |" in against
@@ -318,7 +315,7 @@ def test_the_lines_of_a_table_are_one_claim(record: RunRecord) -> None:
         "constant": varied(record, "constant", 0.3, 0.3, 0.4),
     }
     study = StudyTables(groups)
-    table = study.differences()
+    table = differences(study)
     # The noncentral t of three seeds detects 3.264 standard deviations, here .1 and .01.
     wide = line_of(table, "wide", "deployed")
     narrow = line_of(table, "narrow", "deployed")
@@ -326,7 +323,7 @@ def test_the_lines_of_a_table_are_one_claim(record: RunRecord) -> None:
     assert wide[3] == "0.074" and wide[-4:] == ["0.074", "0.326", "0.020", "study too small"]
     assert narrow[3] == "0.003" and narrow[-4:] == ["0.007", "0.033", "0.020", "confirmed"]
     assert constant[-4] == constant[-1] == "–", "the constant prediction claims nothing"
-    assert study.notes() == []
+    assert notes(study) == []
     page = study_page(study)
     assert "study too small" in page and "confirmed" in page
 
@@ -346,7 +343,7 @@ def test_a_papers_effect_is_over_the_papers_comparator_in_both_orders(
     study = StudyTables(groups)
     models = [(label, "deployed") for label in groups]
     for first, second in (models, reversed(models)):
-        difference = study.difference(first, second, "inside")
+        difference = difference_of(study, first, second, "inside")
         assert difference is not None and difference.margin == margin
 
 
@@ -355,13 +352,13 @@ def test_splits_that_are_drawn_again_are_named_and_corrected(record: RunRecord) 
     study = StudyTables(
         {method: varied(record, method, *values, resplit=True) for method, values in dice.items()}
     )
-    line = line_of(study.differences(), "fedsm", "deployed")
+    line = line_of(differences(study), "fedsm", "deployed")
     half = 4.302653 * 0.1 * (1 / 3 + 1 / 7) ** 0.5
     assert (
         line[2] == f"{0.2 - half:+.3f} to {0.2 + half:+.3f}"
         and line[-3] == f"{3.264044 * 0.1 * (1 + 3 / 7) ** 0.5:.3f}"
     )
-    (note,) = study.notes()
+    (note,) = notes(study)
     assert "(0.14)" in note
     report = study_report(study)
     assert report.index("## dice, differences\n") < report.index(note), (
@@ -386,11 +383,11 @@ def test_classes_that_do_not_count_are_named_below_the_table(record: RunRecord) 
     sites = {"A": site, "B": site}
     scores = {"A": {"deployed": cases}, "B": {"deployed": few}}
     run = build_results(dataclasses.replace(record, task=task, sites=sites)) | {"scores": scores}
-    notes = StudyTables({"fedavg": [run], "fedsm": [run]}).notes()
+    of_classes = notes(StudyTables({"fedavg": [run], "fedsm": [run]}))
     assert (
-        len(notes) == 2
-        and f"A counts without {labels[2]} (" in notes[0]
-        and "B does not count" in notes[1]
+        len(of_classes) == 2
+        and f"A counts without {labels[2]} (" in of_classes[0]
+        and "B does not count" in of_classes[1]
     )
 
 
@@ -418,12 +415,12 @@ def test_a_deployed_model_is_compared_with_other_models_of_its_runs(record: RunR
         measured(record, 1, A={"global": 0.5, "deployed": 0.8}),
     ]
     same = [measured(record, 0, A={"global": 0.5, "deployed": 0.5})]
-    table = StudyTables({"fedsm": runs, "fedavg": same}).differences_within()
+    table = differences_within(StudyTables({"fedsm": runs, "fedavg": same}))
     line = str(table).splitlines()[2]
     assert line.startswith("| fedsm | global | inside | +0.200 | -1.071 to +1.471 |"), (
         "t(1) is 12.706 at 0.975"
     )
-    assert StudyTables({"fedavg": same}).differences_within() is None
+    assert differences_within(StudyTables({"fedavg": same})) is None
 
 
 def test_the_balanced_accuracy_of_a_selector(record: RunRecord, runs: list[Results]) -> None:
@@ -605,7 +602,7 @@ def test_a_study_warns_of_rows_below_the_constant_prediction_before_any_table(
             "constant": constant,
         }
     )
-    assert study.banner() == [
+    assert banner(study) == [
         "Every method has a site where it is no better than the constant prediction, which ignores the image.",
         "fedavg: no better than the constant prediction at A.",
         "fedsm: no better than the constant prediction at A (1 of 2 runs).",
@@ -623,7 +620,7 @@ def test_a_study_warns_of_rows_below_the_constant_prediction_before_any_table(
         "Side by side"
     )
     good = StudyTables({"fedavg": row("fedavg", 0.85, 0.86), "constant": constant})
-    assert good.banner() == [] and "should not be used" not in study_page(good)
+    assert banner(good) == [] and "should not be used" not in study_page(good)
 
 
 def left_out(
@@ -656,7 +653,7 @@ def test_a_run_that_fails_at_a_hard_site_is_left_out_of_both_rows(
         "fedsm": left_out(record, "fedsm", *((0.9, value) for value in hard)),
     }
     study = StudyTables(groups)
-    difference = study.difference(("fedavg", "deployed"), ("fedsm", "deployed"), "outside")
+    difference = difference_of(study, ("fedavg", "deployed"), ("fedsm", "deployed"), "outside")
     assert difference is not None and difference.over_seeds.n == 3
     assert difference.over_seeds.difference == pytest.approx(sum(gains) / 3)
     # The noncentral t of three seeds detects 3.264 standard deviations.

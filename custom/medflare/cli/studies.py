@@ -137,8 +137,9 @@ def run_study(
     from medflare.studies.candidates import rows_of
     from medflare.studies.grid import cells_of, parse_grid
     from medflare.studies.references import Setting
+    from medflare.studies.report import TABLE_FILE
     from medflare.studies.suites import BESIDE_FILE, beside_the_paper, load_suite
-    from medflare.studies.tables import TABLE_FILE, StudyTables
+    from medflare.studies.tables import StudyTables
 
     methods = candidates or []
     left_out = options.names_in(leave_out)
@@ -262,8 +263,9 @@ def show_tables(
         medflare study table study --latex --metrics dice,hd95
         medflare study table brain_study fundus_study grades_study --figures figures
     """
-    from medflare.studies import export, page, tables
+    from medflare.studies import export, page
     from medflare.studies.latex import latex_tables
+    from medflare.studies.report import study_report
     from medflare.studies.study import read_study, study_tables
 
     wanted = options.names_in(metrics)
@@ -277,7 +279,7 @@ def show_tables(
         return
     groups = read_study(folders[0])
     study = study_tables(folders[0], wanted)
-    print(latex_tables(study) if latex else tables.study_report(study))
+    print(latex_tables(study) if latex else study_report(study))
     if html is not None:
         write_atomically(html, page.study_page(study).encode(), public=True)
         print(f"page: {html}")
@@ -293,10 +295,10 @@ def _show_tasks(
     folders: Sequence[Path], metrics: Sequence[str], figures: Path | None, latex: bool
 ) -> None:
     """Print the comparison over tasks, and write ranks.pdf into the folder of figures."""
-    from medflare.studies import tables
     from medflare.studies.figures import ranks_drawing
     from medflare.studies.latex import latex_ranking
     from medflare.studies.study import read_study
+    from medflare.studies.tables import StudyTables
     from medflare.studies.tasks_compared import (
         critical_difference,
         ranks_of,
@@ -304,7 +306,7 @@ def _show_tasks(
         tasks_report,
     )
 
-    studies = [tables.StudyTables(read_study(folder), metrics) for folder in folders]
+    studies = [StudyTables(read_study(folder), metrics) for folder in folders]
     print(latex_ranking(studies) if latex else tasks_report(studies))
     if figures is not None:
         means = task_means(studies)

@@ -19,6 +19,8 @@ from medflare.evaluation.presentation import (
 )
 from medflare.evaluation.results import ROLES, load_results
 from medflare.federation.final_models import SCORES_FOLDER
+from medflare.studies.differences import delong_text, interval_text
+from medflare.studies.markdown import spread
 from medflare.studies.references import SCORES
 from medflare.studies.statistics import (
     ALL_SITES,
@@ -27,9 +29,9 @@ from medflare.studies.statistics import (
     RunModel,
     compare_patients,
     delong_by_class,
+    metrics_frame,
     study_values,
 )
-from medflare.studies.tables import delong_text, interval_text, spread
 
 _MODEL = "deployed"
 # Settings of the task without which two values are not of the same quantity.
@@ -87,7 +89,7 @@ def metric_of_runs(runs: Mapping[str, Results]) -> pd.DataFrame:
     for run in runs.values():
         for site, content in ordered_sites(run).items():
             sites.setdefault(site, content["role"])
-    values = study_values({name: [run] for name, run in runs.items()})
+    values = study_values(metrics_frame({name: [run] for name, run in runs.items()}))
     rows = []
     for role in ROLES:
         site_names = [site for site in sites if sites[site] == role]

@@ -11,8 +11,9 @@ from medflare.evaluation.presentation import label_metric
 from medflare.evaluation.results import COMPLETED, defined_mean
 from medflare.studies.costs import PEAK, PROCESSOR
 from medflare.studies.references import CONSTANT, TRAINED_AS
+from medflare.studies.runs import curve_of, selection
 from medflare.studies.statistics import Groups, Results, all_runs, compare, distinct, metrics_frame
-from medflare.studies.tables import StudyTables, curve_of, selection
+from medflare.studies.tables import StudyTables
 
 _OF_TARGET = 0.95  # of the final validation metric
 # Seconds of a run, if all runs have them -> column.

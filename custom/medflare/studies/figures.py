@@ -7,9 +7,11 @@ import pandas as pd
 from medflare.core.files import write_atomically
 from medflare.evaluation.figures import Drawing, Panel, line_drawing, patients_drawing, unit_bounds
 from medflare.evaluation.presentation import metric_label
+from medflare.studies.paper_effects import MARGIN
 from medflare.studies.references import CONSTANT, CURVES
-from medflare.studies.statistics import ALL_SITES, Groups, compare
-from medflare.studies.tables import MARGIN, StudyTables, curve_of, task_of
+from medflare.studies.runs import curve_of, task_of
+from medflare.studies.statistics import Groups, compare
+from medflare.studies.tables import StudyTables
 
 _INK = "#808080"  # of text that is legible on light and dark pages
 
@@ -40,10 +42,10 @@ def deployed_values(study: StudyTables) -> pd.DataFrame:
     sites): index (site, seed), columns rows.
     """
     role = study.roles[0]  # in their alphabetical order
-    level = ("model", "role", "metric")
-    table = study.values.xs(("deployed", role, study.first_metric), level=level)
-    table = table.drop(ALL_SITES, level="site")
-    return table.stack(future_stack=True).unstack("row").reindex(columns=list(study.groups))
+    metric = study.first_metric
+    return pd.DataFrame(
+        {row: study.by_site_and_seed(row, "deployed", role, metric) for row in study.groups}
+    )
 
 
 def differences_drawing(study: StudyTables) -> Drawing | None:

@@ -13,9 +13,10 @@ from medflare.core.hyper import parsed_value
 from medflare.core.text import Json
 from medflare.evaluation.presentation import UNDEFINED, best_value, format_metric, lower_is_better
 from medflare.studies.candidates import Candidate
+from medflare.studies.markdown import Table
 from medflare.studies.references import CURVES, SINGLE_SITE
+from medflare.studies.runs import task_of
 from medflare.studies.statistics import Groups, Results
-from medflare.studies.tables import Table, task_of
 from medflare.tasks.config import TaskConfig
 
 TRIED = "tried, selected on validation images: no row is selected by its test metric"

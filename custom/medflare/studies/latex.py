@@ -6,9 +6,11 @@ import pandas as pd
 from pandas.io.formats.style import Styler
 
 from medflare.evaluation.presentation import UNDEFINED, format_metric, lower_is_better, metric_label
+from medflare.studies.differences import differences
+from medflare.studies.markdown import spread
 from medflare.studies.statistics import ALL_SITES
-from medflare.studies.tables import StudyTables, spread
-from medflare.studies.tasks_compared import ranks_of, task_means
+from medflare.studies.tables import StudyTables
+from medflare.studies.tasks_compared import mean_ranks, task_means
 
 _MARKS = {1: r"\textbf{%s}", 2: r"\underline{%s}"}  # by rank in a column
 _OF_DIFFERENCES = ("95 % over seeds", "95 % over patients", "p over seeds, Holm", "verdict")
@@ -44,7 +46,7 @@ def latex_ranking(studies: Sequence[StudyTables]) -> str:
     mean ranks; the best of a column is bold, the second underlined.
     """
     means = task_means(studies)
-    ranks = ranks_of(means).mean().sort_values()
+    ranks = mean_ranks(means)
     table = pd.DataFrame(index=list(ranks.index))
     for study, (task, metric) in zip(studies, means.index, strict=True):
         values = [study.series(row, study.roles[0], metric) for row in table.index]
@@ -55,7 +57,7 @@ def latex_ranking(studies: Sequence[StudyTables]) -> str:
 
 
 def _differences(study: StudyTables) -> str:
-    headings, *lines = study.differences().lines
+    headings, *lines = differences(study).lines
     frame = pd.DataFrame(lines, columns=headings)
     deployed = frame[frame["model"].str.contains("deployed")]
     table = deployed[["method", "sites", headings[3], *_OF_DIFFERENCES]]

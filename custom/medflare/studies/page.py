@@ -13,8 +13,10 @@ from medflare.studies.figures import (
     learning_curves,
     marked_range,
 )
+from medflare.studies.markdown import Table, spread
+from medflare.studies.report import banner, cautions, notes
 from medflare.studies.statistics import all_runs, distinct
-from medflare.studies.tables import StudyTables, Table, cautions, spread
+from medflare.studies.tables import StudyTables
 from medflare.tasks.summaries import mean_interval
 
 PAGE_FILE = "study.html"
@@ -32,11 +34,11 @@ def study_page(study: StudyTables) -> str:
         task=study.task,
         metric=metric,
         findings=[],
-        sites=study.sites_of("inside"),
+        sites=study.sites_of.get("inside", []),
         seeds=distinct(runs, "seed"),
         rounds=distinct(runs, "rounds"),
-        banner=study.banner(),
-        cautions=[*cautions(groups), *study.equal_rows(), *study.notes()],
+        banner=banner(study),
+        cautions=cautions(study) + notes(study),
         overview=_overview(study, values),
         gains=_gains(study),
         plot=plot.svg("differences") if plot else None,

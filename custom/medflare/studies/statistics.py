@@ -86,8 +86,8 @@ def metrics_frame(groups: Groups) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
-def study_values(groups: Groups) -> pd.DataFrame:
-    """The test metrics of a study, one value per seed.
+def study_values(table: pd.DataFrame) -> pd.DataFrame:
+    """The test metrics of a study, one value per seed; `table`: see `metrics_frame`.
 
     Runs of one seed that leave out different sites are averaged site by site. Models that differ
     only in a site's name ("personal/A", "personal/B") are averaged and named "personal/*".
@@ -96,9 +96,8 @@ def study_values(groups: Groups) -> pd.DataFrame:
         Index: row, model, role, metric, site (`ALL_SITES`: mean over the sites of the
             role); columns: seeds; NaN: undefined.
     """
-    table = metrics_frame(groups)
-    table["model"] = table["model"].str.replace("/.*", "/*", regex=True)
     table = table[table["label"] == ALL]
+    table = table.assign(model=table["model"].str.replace("/.*", "/*", regex=True))
     keys = ["row", "model", "role", "metric", "site", "seed"]
     sites = table.groupby([*keys, "run"])["value"].mean().groupby(keys).mean()
     means = sites.groupby(["row", "model", "role", "metric", "seed"]).mean()

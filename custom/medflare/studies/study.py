@@ -56,8 +56,9 @@ from medflare.studies.costs import with_costs
 from medflare.studies.grid import TRIED, selected, tried
 from medflare.studies.page import PAGE_FILE, study_page
 from medflare.studies.references import CONSTANT, SCORES, Draw, Setting
+from medflare.studies.report import TABLE_FILE, study_report
 from medflare.studies.statistics import Results
-from medflare.studies.tables import TABLE_FILE, StudyTables, study_report
+from medflare.studies.tables import StudyTables
 from medflare.tasks.config import load_task
 
 STUDY_FILE = "study.zip"

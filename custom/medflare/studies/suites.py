@@ -14,15 +14,16 @@ from medflare.core.errors import ConfigError
 from medflare.core.settings import checked, strict_dataclass, unknown
 from medflare.core.text import JsonDict, read_json
 from medflare.evaluation.presentation import UNDEFINED
+from medflare.studies.markdown import Table, bullets
 from medflare.studies.statistics import (
     ALL_SITES,
     Groups,
     all_runs,
     all_sites,
     distinct,
+    metrics_frame,
     study_values,
 )
-from medflare.studies.tables import Table, bullets
 from medflare.tasks.config import PRESETS, json_files, load_task
 from medflare.tasks.summaries import mean_interval
 
@@ -142,7 +143,7 @@ def beside_the_paper(suite: Suite, groups: Groups) -> str:
 
     Ours are mean [interval over seeds]. Rows of the study that the suite does not have are last.
     """
-    values = study_values(groups)
+    values = study_values(metrics_frame(groups))
     settings = suite.settings
     if settings.percent:
         unit = "in hundredths"

@@ -12,9 +12,11 @@ from scipy.stats import friedmanchisquare, studentized_range, wilcoxon
 
 from medflare.core.errors import ConfigError
 from medflare.evaluation.presentation import format_metric, metric_label
+from medflare.studies.markdown import Table, bullets, p_text
 from medflare.studies.references import CONSTANT
 from medflare.studies.statistics import LEVEL, holm
-from medflare.studies.tables import StudyTables, Table, bullets, p_text, sign_of
+from medflare.studies.tables import StudyTables
+from medflare.studies.values import sign_of
 
 
 def task_means(studies: Sequence[StudyTables]) -> pd.DataFrame:
@@ -46,6 +48,11 @@ def ranks_of(means: pd.DataFrame) -> pd.DataFrame:
     return _oriented(means).rank(axis=1, ascending=False)
 
 
+def mean_ranks(means: pd.DataFrame) -> "pd.Series[float]":
+    """The mean rank of every row, the best first; `means`: see `task_means`."""
+    return ranks_of(means).mean().sort_values()
+
+
 def _oriented(means: pd.DataFrame) -> pd.DataFrame:
     """The values with a sign such that more is better."""
     signs = [sign_of(metric) for _, metric in means.index]
@@ -66,7 +73,7 @@ def critical_difference(tasks: int, rows: int) -> float:
 
 def ranking(means: pd.DataFrame) -> Table:
     """Every row's means and mean rank, the best first; `means`: see `task_means`."""
-    ranks = ranks_of(means).mean().sort_values()
+    ranks = mean_ranks(means)
     headings = [f"{task}, {metric_label(metric)}" for task, metric in means.index]
     lines = [["method", *headings, "mean rank"]]
     for row, rank in ranks.items():
@@ -81,7 +88,7 @@ def tasks_report(studies: Sequence[StudyTables]) -> str:
     """
     means = task_means(studies)
     tasks, rows = means.shape
-    ranks = ranks_of(means).mean().sort_values()
+    ranks = mean_ranks(means)
     critical = critical_difference(tasks, rows)
     notes = []
     names = set[str]().union(*(study.groups for study in studies))
