@@ -39,12 +39,11 @@ class StudyTables(StudyValues):
         super().__init__(groups, metrics)
         self.further = further or {}
 
-    def tables(self, wanted: Container[str] | None = None) -> dict[str, Table]:
-        """Title -> table: for every metric, the task's own first, what each site reached and what
-        the mean hides; then, of the task's metric, paired differences to the first row and to
-        training alone, areas under ROC curves, the selector and routing.
-
-        `wanted`: titles (intervals take time); None: all.
+    @property
+    def makers(self) -> dict[str, Callable[[], Table | None]]:
+        """Title -> what makes the table: for every metric, the task's own first, what each site
+        reached and what the mean hides; then, of the task's metric, paired differences to the first
+        row and to training alone, areas under ROC curves, the selector and routing.
         """
         makers: dict[str, Callable[[], Table | None]] = {}
         for metric in self.metrics:
@@ -64,17 +63,17 @@ class StudyTables(StudyValues):
             makers[f"{self.metric}, cross-site"] = self.cross_site
             makers[f"{self.metric}, routing"] = self.routing
         makers["selector"] = self.selector
-        tables = {}
-        for title, make in makers.items():
-            if wanted is None or title in wanted:
-                table = make()
-                if table is not None:
-                    tables[title] = table
-        return {**tables, **self.further}
+        return makers
 
     @cached_property
     def everything(self) -> dict[str, Table]:
-        return self.tables()
+        """Title -> table."""
+        tables = {}
+        for title, make in self.makers.items():
+            table = make()
+            if table is not None:
+                tables[title] = table
+        return {**tables, **self.further}
 
     def sites(self, metric: str) -> Table:
         """A line per row and model, a column per site and per mean of a role: mean ± standard
