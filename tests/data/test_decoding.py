@@ -128,7 +128,7 @@ def test_masks_of_another_size(make_site: SiteOf, make_task: TaskOf, edit: Edit)
         ),
     )
     source = Source(folder, make_task(target="multilabel", labels=["a", "b"]), [other])
-    with pytest.raises(DataError, match=r"0_mask\.png"):
+    with pytest.raises(DataError, match=r"B/images/0_mask\.png: the mask is 20 x 20, its image"):
         _mask(source)
     (folder / "images/3_mask.png").write_bytes((other / "images/3_mask.png").read_bytes())
     edit(folder, lambda content: content["training"][0].update(label="images/0_mask.png"))

@@ -146,10 +146,11 @@ class Source:
         return image
 
     def mask(self, item: DatalistItem, image: Image) -> np.ndarray:
-        """The item's mask or masks, see `reading.read_mask`; DataError for masks of different
-        sizes, too.
+        """The item's mask or masks, see `reading.read_mask`; DataError for one of another size than
+        its image, too.
         """
         task = self.task
+        sides = image.array.shape[1:]
         # All structures are channels of one file.
         several = task.mask_per_label and len(item.masks) == 1 < len(task.labels)
         masks = []
@@ -159,14 +160,15 @@ class Source:
                 mask = self._by_name(mask, segments, file)
             elif segments and not task.mask_per_label:
                 mask = self._single_mask(mask, segments, file)
-            masks.append(mask)
-            first_sides = masks[0].shape[1:]
-            if mask.shape[1:] != first_sides:
+            if mask.shape[1:] != sides:
+                turned = ""
+                if mask.shape[1:] == sides[::-1]:
+                    turned = ", and turned alike: medflare turns a photograph as its EXIF tag says"
                 raise DataError(
-                    f"{file}: the mask is {format_shape(mask.shape[1:])}, "
-                    f"{item.masks[0].name} is {format_shape(first_sides)}; "
-                    "store masks of one size"
+                    f"{file}: the mask is {format_shape(mask.shape[1:])}, its image {item.image} "
+                    f"is {format_shape(sides)}; store both at one size{turned}"
                 )
+            masks.append(mask)
         return np.concatenate(masks)
 
     def _single_mask(
@@ -437,15 +439,6 @@ def target_of(task: TaskConfig, source: Source, item: DatalistItem, image: Image
         annotation = annotation_of(source.annotated(), task, item.location)
         if annotation is not None:
             mask = with_empty_masks(mask, annotation)
-    sides = image.array.shape[1:]
-    if mask.shape[1:] != sides:
-        turned = ""
-        if mask.shape[1:] == sides[::-1]:
-            turned = ", and turned alike: medflare turns a photograph as its EXIF tag says"
-        raise DataError(
-            f"{item.masks[0]}: the mask is {format_shape(mask.shape[1:])}, "
-            f"its image {item.image} is {format_shape(sides)}; store both at one size{turned}"
-        )
     return encode_mask(mask, task, item.masks)
 
 
