@@ -12,6 +12,8 @@ from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from medflare.core.errors import ConfigError
 from medflare.core.extensions import Extensions, trusted
 from medflare.core.packages import installed, trust_refusal
@@ -111,13 +113,9 @@ def boundary_distance(
         (tensor([[3.]], dtype=torch.float64), tensor([[1.5000]], dtype=torch.float64))
     """
 
-    def larger_percentile(there: "Tensor", back: "Tensor") -> "Tensor":
-        import numpy as np
-        import torch
-
+    def larger_percentile(there: "Tensor", back: "Tensor") -> float:
         # torch's quantile takes 2**24 distances at most.
-        percentiles = np.quantile(there.numpy(), 0.95), np.quantile(back.numpy(), 0.95)
-        return torch.as_tensor(max(percentiles))
+        return float(max(np.quantile(there.numpy(), 0.95), np.quantile(back.numpy(), 0.95)))
 
     return _of_surfaces(larger_percentile, predicted, truth, spacing)
 
@@ -134,7 +132,7 @@ def average_surface_distance(
 
 
 def _of_surfaces(
-    summary: Callable[..., "Tensor"],
+    summary: Callable[..., "Tensor | float"],
     predicted: "Tensor",
     truth: "Tensor",
     spacing: Sequence[float] | None,
@@ -161,7 +159,6 @@ def _of_surfaces(
 
 def _to_surface(edges: Any, others: Any, spacing: Sequence[float] | None) -> "Tensor":
     """Distances (edge pixels,) of the pixels of `edges`, bool (...), to the nearest of `others`."""
-    import numpy as np
     import torch
     from monai.metrics.utils import get_surface_distance
     from scipy.spatial import KDTree
@@ -191,7 +188,6 @@ def lesion_f1(predicted: "Tensor", truth: "Tensor") -> "Tensor":
         >>> lesion_f1(torch.tensor([[[1, 0, 0, 0, 1]]]) > 0, torch.tensor([[[1, 1, 0, 0, 0]]]) > 0)
         tensor([[0.6667]], dtype=torch.float64)
     """
-    import numpy as np
     import torch
     from scipy.ndimage import label
 
@@ -321,8 +317,6 @@ def _try(metric: Any) -> None:
     """Raises if it is no `Metric`, or its values for examples do not have the right shape, or are
     outside its bounds.
     """
-    import numpy as np
-
     if not isinstance(metric, Metric):
         raise TypeError(f"{metric!r} is no {Metric.__module__}.Metric")
     low, high = metric.bounds
@@ -340,7 +334,6 @@ def _try(metric: Any) -> None:
 
 def _examples(metric: Metric) -> Iterator[tuple[Any, tuple[int, ...]]]:
     """Values of a metric for examples, each with the shape that they must have."""
-    import numpy as np
     import torch
 
     if metric.source == "classes":
