@@ -16,7 +16,7 @@ from medflare.methods.catalogue import get_method
 from medflare.methods.families.second_models.apfl import APFLSite, apfl_mixture
 from medflare.methods.families.second_models.fedrod import FedRoDSite, balance
 from medflare.methods.families.second_models.fml import FMLSite
-from medflare.methods.families.second_models.perfedavg import PerFedAvgSite
+from medflare.methods.families.second_models.perfedavg import PerFedAvgSite, adapt
 from medflare.methods.families.second_models.pfedme import (
     PFedMeMean,
     PFedMeServer,
@@ -217,6 +217,26 @@ def test_perfedavg_deploys_the_shared_model_after_a_step() -> None:
     )
     models = algorithm.finalize(played.server.configure_final("B"))
     squares.assert_close(models["personal"].states["model"], stepped(played.model, slope))
+
+
+@pytest.mark.parametrize(("minimum", "count"), [(0, 1), (3, 3)])
+def test_a_personal_model_is_no_step_of_fewer_patients_than_the_site_allows(
+    minimum: int, count: int
+) -> None:
+    """FedSM sends it, and the model that it is a step from is known: one patient's picture could be computed."""
+    network = {"name": "unet", "channels": [4, 8], "norm": "instance"}
+    task = squares.task(batch_size=1, optimizer=SGD, network=network)
+    site = squares.site("A", task)
+    site.minimum_patients = minimum
+    batches = [*site.batches("train", 2, "adapt", 0)][:count]
+    before = copy_state(site.network().state_dict())
+    expected = site.network().train()
+    losses = [site.loss(expected(batch.images), batch.targets) for batch in batches]
+    slope = torch.autograd.grad(torch.stack(losses).mean(), trainable(expected))
+    model = site.network()
+    adapt(model, site, 2, site.optimizer(trainable(model)))
+    for (name, weight), part in zip(model.named_parameters(), slope, strict=True):
+        squares.assert_close({name: weight.detach()}, {name: before[name] - LR * part})
 
 
 # -- FML ------------------------------------------------------------------------------------------

@@ -80,10 +80,31 @@ class TestPerturbation:
         def loss(weights: Any) -> float:
             network = squares.site().network().eval()
             network.load_state_dict(weights)
-            images, targets, _ = algorithm.last_batch(0)
+            ((images, targets, _),) = algorithm.last_batches(0)
             return algorithm.site.loss(network(images), targets).item()
 
         assert loss(moved) > loss(model)
+
+    @pytest.mark.parametrize("method", ["sha", "feddag"])
+    @pytest.mark.parametrize(("minimum", "batches"), [(0, 1), (1, 1), (3, 3)])
+    def test_its_direction_is_not_the_gradient_of_few_patients(
+        self, method: str, minimum: int, batches: int
+    ) -> None:
+        """In batches of one image, the last patient's picture could be computed from it."""
+        task = squares.task(batch_size=1, network={"name": "unet", "channels": [4, 8]})
+        algorithm = squares.algorithm(get_method(method).site_class, task=task)
+        algorithm.site.minimum_patients = minimum
+        reply = algorithm.perform("train", 0, Message({"model": squares.start(task)}))
+        last = list(algorithm.last_batches(0))
+        patients = {algorithm.site.data.train.patients[int(batch.index)] for batch in last}
+        assert len(last) == len(patients) == batches
+        network = algorithm.network("again", reply.states["model"]).eval()
+        loss = sum(algorithm.site.loss(network(batch.images), batch.targets) for batch in last)
+        weights = dict(network.named_parameters())
+        (name, *_) = weights
+        (gradient,) = torch.autograd.grad(loss, [weights[name]])
+        moved = reply.states["perturbed"][name] - reply.states["model"][name]
+        assert torch.cosine_similarity(moved.flatten(), gradient.flatten(), dim=0) > 0.999
 
     def test_without_rho_nothing_more_is_sent(self) -> None:
         for hyper in ({"rho": 0.0}, {"sha": False}):

@@ -1,18 +1,19 @@
 """Sharpness-aware hierarchical aggregation (SHA), FedDAG's server, for any site algorithm.
 
 Che et al., arXiv 2501.13967, Sec. III-C. After training, a site also sends its model perturbed by ε
-(length ρ, along the gradient of its last batch). In a second phase of the round the other sites
-score these perturbed models on their validation images: a flat minimum keeps its score. The server
-averages within each site over the rounds (κ), then across sites with weights that grow with the
-score (β). ρ = 0 and κ = 0 give the plain cross-client evaluation that the paper calls CEA.
+(length ρ, along the gradient of its last batch, see `few_patients`). In a second phase of the round
+the other sites score these perturbed models on their validation images: a flat minimum keeps its
+score. The server averages within each site over the rounds (κ), then across sites with weights that
+grow with the score (β). ρ = 0 and κ = 0 give the plain cross-client evaluation that the paper calls
+CEA.
 """
 
 import math
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from medflare.core.rng import numpy_generator
 from medflare.core.states import moved, on_cpu
@@ -47,6 +48,7 @@ from medflare.methods import (
 )
 from medflare.methods.aggregation import Models
 from medflare.methods.feddag import formulas
+from medflare.methods.parts.few_patients import LastBatches, mean_gradients
 from medflare.methods.parts.tensors import named_gradients
 from medflare.privacy.settings import is_private
 from medflare.tasks.metrics_table import selection_metrics
@@ -153,17 +155,25 @@ class ScoredSite(SiteAlgorithm):
         if not _perturbs(self.plan.server_hyper):
             return
         state = reply[MODEL]
-        batch = self.last_batch(round)
         model = self.network("model", state).eval()
-        loss = self.site.loss(model(batch.images), batch.targets)
-        gradients = on_cpu(named_gradients(loss, named_trainable(model)))
+        weights = named_trainable(model)
+
+        def gradients_of(batch: Batch) -> list[Tensor]:
+            loss = self.site.loss(model(batch.images), batch.targets)
+            return list(named_gradients(loss, weights).values())
+
+        means = mean_gradients(self.last_batches(round), gradients_of)
+        gradients = on_cpu(dict(zip(weights, means, strict=True)))
         epsilon = formulas.sharpness_perturbation(gradients, self.plan.server_hyper.rho)
         reply[PERTURBED] = {**state, **moved({name: state[name] for name in gradients}, epsilon)}
 
-    def last_batch(self, round: int) -> Batch:
-        """The last batch of the round's last epoch."""
+    def last_batches(self, round: int) -> Collection[Batch]:
+        """Those of the round's last epoch, see `LastBatches`."""
         last_epoch = self.site.task.local_epochs - 1
-        return deque(self.site.batches("train", round, "model", last_epoch), maxlen=1)[0]
+        last = LastBatches(self.site)
+        for batch in self.site.batches("train", round, "model", last_epoch):
+            last.add(batch)
+        return last.batches
 
     @phase(request=(CANDIDATES,), meta=(SCORES,))
     def score(self, round: int, incoming: Message) -> Message:

@@ -5,7 +5,7 @@ Generator, student and teacher are trained on every batch.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -51,6 +51,7 @@ from medflare.methods.feddag.formulas import (
 )
 from medflare.methods.feddag.generator import DomainGenerator, generated, picture_grid
 from medflare.methods.feddag.sha import PERTURBED, ScoredSite
+from medflare.methods.parts.few_patients import LastBatches
 from medflare.methods.parts.normalisation import batch_statistics, still_statistics
 from medflare.networks.features import overwrite, pooled
 from medflare.training.epochs import samples_of_pass
@@ -145,7 +146,7 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         "and the perturbed model reveals a gradient"
     )
     teacher = PersistentState("teacher")  # type 3: the teacher, which stays at the site
-    _last_batch: Batch  # of a round, set by `train`
+    _last_batches: LastBatches  # of a round, set by `train`
 
     @classmethod
     def needs_features(cls, hyper: FedDAGSiteHyper) -> bool:
@@ -188,8 +189,11 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         generation = self._generation(incoming)
         decay = self._decay()
 
+        last = LastBatches(self.site)
+        self._last_batches = last
+
         def step(batch: Batch) -> dict[str, Tensor]:
-            self._last_batch = batch
+            last.add(batch)
             return generation.step(batch, decay)
 
         with self.continued(generation.optimizers):
@@ -226,8 +230,8 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         unit = self.unit if self.hyper.ndag else 1.0
         return AdversarialGeneration(self.site, self.hyper, student, teacher, self.generator, unit)
 
-    def last_batch(self, round: int) -> Batch:
-        return self._last_batch
+    def last_batches(self, round: int) -> Collection[Batch]:
+        return self._last_batches.batches
 
     @extends(request=(GENERATOR.as_optional(),))
     def finalize(self, incoming: Message) -> FinalModels:

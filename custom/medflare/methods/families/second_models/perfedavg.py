@@ -5,6 +5,7 @@ Adam hardly move a model.
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
@@ -22,6 +23,7 @@ from medflare.methods import (
     trainable,
 )
 from medflare.methods.families.second_models.site import SecondModelSite, loss_gradients, take_step
+from medflare.methods.parts.few_patients import first_batches, mean_gradients
 from medflare.networks.features import overwrite
 from medflare.training.epochs import preserved_moments
 
@@ -48,11 +50,12 @@ def train_per_fedavg(model: nn.Module, site: Site, round: int, optimizer: Optimi
 
 
 def adapt(model: nn.Module, site: Site, round: int, optimizer: Optimizer) -> None:
-    """The adaptation in place: a step on one training batch."""
+    """The adaptation in place: a step on one training batch, see `few_patients`."""
     model.train()
     with seeded(site.seed, site.name, round, "adapt", "dropout"):
-        batch = next(site.batches("train", round, "adapt", 0))
-        take_step(optimizer, trainable(model), loss_gradients(model, site, batch))
+        batches = first_batches(site, site.batches("train", round, "adapt", 0))
+        gradients = mean_gradients(batches, partial(loss_gradients, model, site))
+        take_step(optimizer, trainable(model), gradients)
 
 
 def adapted(algorithm: FedAvgSite, round: int, shared: StateDict, purpose: str) -> StateDict:

@@ -1,0 +1,62 @@
+"""Batches of at least a site's `minimum_patients`, for a single step or gradient that leaves the
+site: that of fewer would show their images. A site without a minimum takes one batch.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+
+from torch import Tensor
+
+from medflare.data.loading import Batch
+from medflare.training.site import Site
+
+
+def first_batches(site: Site, batches: Iterable[Batch]) -> list[Batch]:
+    """As few of the first training batches as have enough patients together; at least one."""
+    taken: list[Batch] = []
+    for batch in batches:
+        taken.append(batch)
+        if _patients(site, taken) >= site.minimum_patients:
+            break
+    return taken
+
+
+class LastBatches:
+    """As few of the last training batches as have enough patients together; at least one."""
+
+    def __init__(self, site: Site):
+        self._site = site
+        self.batches: deque[Batch] = deque()
+
+    def add(self, batch: Batch) -> None:
+        """Add one, and drop those that are not needed any more."""
+        self.batches.append(batch)
+        while len(self.batches) > 1:
+            others = islice(self.batches, 1, None)
+            if _patients(self._site, others) < self._site.minimum_patients:
+                break
+            self.batches.popleft()
+
+
+def mean_gradients(
+    batches: Iterable[Batch], gradients_of: Callable[[Batch], Sequence[Tensor]]
+) -> list[Tensor]:
+    """The mean over the images of all batches of what `gradients_of` a batch returns, a mean over
+    its images.
+    """
+    batches = list(batches)
+    images = sum(len(batch.images) for batch in batches)
+    total: list[Tensor] = []
+    for batch in batches:
+        share = len(batch.images) / images
+        parts = [share * gradient for gradient in gradients_of(batch)]
+        if total:
+            parts = [before + part for before, part in zip(total, parts, strict=True)]
+        total = parts
+    return total
+
+
+def _patients(site: Site, batches: Iterable[Batch]) -> int:
+    patients = site.data.train.patients
+    return len({patients[row] for batch in batches for row in batch.index.tolist()})
