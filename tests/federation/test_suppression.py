@@ -245,6 +245,22 @@ def test_confusion_counts_are_sent_if_no_class_is_small(minimum: int, sent: bool
         assert sum(map(sum, meta["classes"]["global"]["confusion"][0])) == 4
 
 
+@pytest.mark.parametrize(("minimum", "sent"), [(1, True), (2, False)])
+def test_a_false_alarm_everywhere_does_not_send_the_overlap_of_one_patient(
+    minimum: int, sent: bool
+) -> None:
+    """Where a structure is found that is not there, the overlap is 0, and defined: a mean of these and of one patient's tells how large the patient's structure is."""
+    task = small_task(metrics=["iou"])  # without hd95, which is undefined there
+    targets = torch.zeros(8, 16, 16, dtype=torch.long)
+    targets[3, 2:6, 2:9] = 1
+    meta = measured(task, targets, minimum, always=(1.0,))
+    overlaps = {"dice": 2 * 28 / (28 + 256), "iou": 28 / 256}
+    for metric, overlap in overlaps.items():
+        expected = pytest.approx(overlap / 8) if sent else None
+        assert meta["metrics"]["deployed"][metric] == expected
+    assert ("by_label" in meta) == ("intervals" in meta) == ("constant" in meta) == sent
+
+
 @pytest.mark.parametrize(("minimum", "sent"), [(6, True), (7, False)])
 def test_metrics_of_structures_are_sent_if_no_structure_is_small(minimum: int, sent: bool) -> None:
     """Six of eight patients have a cup; the network predicts none."""
@@ -340,10 +356,10 @@ def test_a_metric_that_is_defined_for_few_patients_stays_at_the_site(
     )
     defined = summaries["global"].cases.values["hd95"]
     assert int((~defined.isnan()).sum()) == 3 and summaries["global"].metrics["hd95"] > 0
-    metrics = meta["metrics"]["global"]
-    assert metrics["dice"] is not None and (metrics["hd95"] is not None) == sent
     lines = [event["message"] for event in meta["events"] if event["kind"] == "undefined"]
-    assert ("global hd95: too few patients" in lines) != sent
+    for metric in ("dice", "hd95"):  # dice is 0, and defined, for the other five
+        assert (meta["metrics"]["global"][metric] is not None) == sent
+        assert (f"global {metric}: too few patients" in lines) != sent
 
 
 @pytest.mark.parametrize(("minimum", "sent"), [(0, True), (3, True), (4, False)])
@@ -361,5 +377,5 @@ def test_a_validation_metric_that_is_defined_for_few_patients_is_none(
     state = network.state_dict()
     state["head.weight"].zero_()
     state["head.bias"].fill_(5.0)
-    assert (algorithm.validation(network, "hd95") is not None) == sent
-    assert algorithm.validation(network, "dice") is not None
+    for metric in ("dice", "hd95"):  # dice is 0, and defined, for the fourth
+        assert (algorithm.validation(network, metric) is not None) == sent

@@ -97,19 +97,18 @@ def has_small_cell(cases: Cases, task: TaskConfig, minimum: int) -> bool:
 
 
 def has_small_class(cases: Cases, task: TaskConfig, minimum: int) -> bool:
-    """Whether a class, its complement, or a structure has test patients, but too few.
+    """Whether a class, its complement, or a structure, in true masks or where a metric is defined,
+    has test patients, but too few.
 
     No numbers by class or structure are sent then: those of one could be computed from the others
     and the mean.
     """
-    if cases.targets is None:
+    if cases.targets is not None:
+        counts = patients_of_classes(cases.patients, cases.targets.numpy(), len(task.labels))
+    else:
+        counts = [] if cases.shown is None else cases.shown.sum(dim=0).tolist()
         for by_metric in cases.structures.values():
-            for values in by_metric.values():
-                defined = int((~values.isnan()).sum())
-                if 0 < defined < minimum:
-                    return True
-        return False
-    counts = patients_of_classes(cases.patients, cases.targets.numpy(), len(task.labels))
+            counts += [int((~values.isnan()).sum()) for values in by_metric.values()]
     return any(0 < patients < minimum for patients in counts)
 
 

@@ -53,6 +53,8 @@ class Cases:
     targets: "Tensor | None" = None
     # Segmentation: structure -> metric -> float64 (patients,), NaN where undefined.
     structures: "Mapping[str, Mapping[str, Tensor]]" = field(default_factory=dict)
+    # Segmentation: bool (patients, structures), whether a true mask shows the structure.
+    shown: "Tensor | None" = None
 
     @property
     def outputs(self) -> tuple[Floats, Array] | None:
@@ -62,10 +64,15 @@ class Cases:
         return self.probabilities.numpy(), self.targets.long().numpy()
 
     def has_few(self, metric: str, minimum: int) -> bool:
-        """Whether a metric of masks is defined for patients, but for fewer than `minimum`."""
+        """Whether a metric of masks is defined for patients, but for fewer than `minimum`, or fewer
+        show a structure: a model that finds one everywhere has 0 for all others.
+        """
         if metric not in self.values:
             return False
-        return 0 < int((~self.values[metric].isnan()).sum()) < minimum
+        counts = [int((~self.values[metric].isnan()).sum())]
+        if self.shown is not None:
+            counts.append(int(self.shown.any(dim=1).sum()))
+        return any(0 < patients < minimum for patients in counts)
 
     def to_dict(self) -> JsonDict:
         """The same as JSON values: six decimals, null where undefined; probabilities with nine

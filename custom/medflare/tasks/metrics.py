@@ -147,7 +147,8 @@ class MetricParts:
         counts = by_patient(self.parts[_COUNTS])
         per_patient: dict[str, Tensor] = {}
         by_structure: dict[str, dict[str, Tensor]] = {name: {} for name in self.structures}
-        cases = Cases(tuple(numbers), per_patient, structures=by_structure)
+        shown = counts[..., [0, 3]].sum(dim=-1) > 0  # true positives or false negatives
+        cases = Cases(tuple(numbers), per_patient, structures=by_structure, shown=shown)
         scores = Scores({}, left_out=int(dice(counts).isnan().sum()), cases=cases)
         for metric in self.metrics:
             if metric_table()[metric].source == "counts":

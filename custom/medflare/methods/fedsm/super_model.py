@@ -243,7 +243,8 @@ def _gain(scores: Scores, reference: Scores, metric: str, minimum_patients: int)
     others = reference.cases.values.get(metric)
     if values is not None and others is not None:
         compared = int((~(values - others).isnan()).sum())
-        return None if compared < minimum_patients else paired_gain(values, others)
+        few = compared < minimum_patients or reference.cases.has_few(metric, minimum_patients)
+        return None if few else paired_gain(values, others)
     value = scores.values[metric]
     other = reference.values[metric]
     if value is None or other is None:
