@@ -252,7 +252,11 @@ def gate_refusal(state: StateSummary, start: StateSummary) -> str:
     for before, after in zip(start.has_mask, state.has_mask, strict=True):
         emptied += before and not after
     if emptied > GATE_EMPTIED * sum(start.has_mask):
-        return f"it leaves {emptied} images without a mask that have one at the start"
+        # Without their number: the reason leaves the site, and they may be of one patient.
+        return (
+            f"it leaves more than {GATE_EMPTIED:.0%} of the images without a mask that have one "
+            "at the start"
+        )
     return ""
 
 
