@@ -622,11 +622,14 @@ def test_links_to_files_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         link.symlink_to(os.path.relpath(file, link.parent))
     text = error_of(tmp_path / "linked")
     assert "p00_0.png is a link" in text and "--out" in text and DATA_FOLDERS_VARIABLE in text
-    imported(tmp_path / "linked", out=tmp_path / "deep" / "er" / "out")
+    report = imported(tmp_path / "linked", out=tmp_path / "deep" / "er" / "out")
+    assert "40 files are links to files outside" in report.render(), "another may have packed it"
+    assert "outside" not in imported(annex, out=tmp_path / "out").render()
     entries = read_datalist(tmp_path / "deep" / "er" / "out", "classification")
     assert all(entry.image.is_file() and not entry.image.is_symlink() for entry in entries)
     monkeypatch.setenv(DATA_FOLDERS_VARIABLE, str(annex))
     imported(tmp_path / "linked")
+    assert "outside" not in imported(tmp_path / "linked", out=tmp_path / "allowed").render()
     task = small_task("classification", target="binary", labels=["dog"])
     assert check_site(tmp_path / "linked", task).ok and summarise(tmp_path / "linked", TaskHints())
     monkeypatch.delenv(DATA_FOLDERS_VARIABLE)

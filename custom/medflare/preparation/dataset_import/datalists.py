@@ -233,6 +233,8 @@ def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> D
     _check_pictures(dataset.items[0])
     if out is None:
         _refuse_links(dataset.items, root)
+    else:
+        dataset = replace(dataset, notes=dataset.notes + _outside_notes(dataset.items, root))
     return dataset
 
 
@@ -305,6 +307,22 @@ def _refuse_links(items: Iterable[Item], root: Path) -> None:
     for item in items:
         for file in item.paths:
             check_folder(file, allowed, str(root), "give --out for links to the files")
+
+
+def _outside_notes(items: Iterable[Item], root: Path) -> tuple[str, ...]:
+    """A line about files that are links to files elsewhere: who has packed the folder may have
+    chosen those of other people.
+    """
+    allowed = [path.resolve() for path in (root, *allowed_folders())]
+    outside = []
+    for file in chain.from_iterable(item.paths for item in items):
+        if not any(file.resolve().is_relative_to(folder) for folder in allowed):
+            outside.append(file)
+    if not outside:
+        return ()
+    first = f"{outside[0].relative_to(root).as_posix()} to {outside[0].resolve()}"
+    found = f"{len(outside)} files are links to files outside of {root}, the first: {first}"
+    return (f"{found}; they are imported, so look whether they may be",)
 
 
 def _with_splits(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> ImportReport:
