@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
@@ -10,6 +11,8 @@ from helpers.downloaded_folders import classes
 from helpers.fixture_types import Refused
 from helpers.volume_sites import TASK, make_volumes
 from medflare.cli import main
+from medflare.core.text import Say
+from medflare.inference.predict import PredictionSummary
 from medflare.tasks.config import load_task
 
 
@@ -31,6 +34,37 @@ def root(tmp_path: Path) -> Path:
     ]
     assert main(["data", "init", str(classes(tmp_path / "pets")), *options]) == 0
     return data
+
+
+ESCAPE: Final = "\x1b[2J"
+
+
+def test_names_of_a_folder_cannot_write_over_the_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = classes(tmp_path / "pets", names=(f"cat{ESCAPE}", "dog"))
+    assert main(["data", "init", str(folder), "--out", str(tmp_path / "DATA")]) == 0
+    printed = capsys.readouterr()
+    assert "cat\\x1b[2J" in printed.out and ESCAPE not in printed.out + printed.err
+
+
+def test_names_of_a_model_and_of_images_cannot_write_over_the_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A site of a super model, and an image outside the training range."""
+
+    def predicted(*arguments: Any, say: Say, **settings: Any) -> PredictionSummary:
+        summary = PredictionSummary(tmp_path / "predictions.csv", say, images=1, outside={})
+        summary.differs(f"a{ESCAPE}.png", {"size": "9"})
+        summary.predicted_by[f"site{ESCAPE}"] += 1
+        return summary
+
+    monkeypatch.setattr("medflare.inference.deployed.load_model", lambda *_, **__: None)
+    monkeypatch.setattr("medflare.inference.predict.predict", predicted)
+    assert main(["predict", "MODEL", "IMAGES", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert "a\\x1b[2J.png" in printed.err and "site\\x1b[2J" in printed.out
+    assert ESCAPE not in printed.out + printed.err
 
 
 def test_from_a_folder_to_sites_and_a_task(

@@ -14,7 +14,7 @@ from medflare.cli import options
 from medflare.cli.options import AUTO_HELP, PathArgument, PathArguments, add_commands, names_in
 from medflare.core.errors import ConfigError, DataError, UnreadableError
 from medflare.core.files import make_folder, refuse_unwritable, write_json
-from medflare.core.text import Json, JsonDict
+from medflare.core.text import Json, JsonDict, escaped
 
 if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
@@ -164,7 +164,7 @@ def init(
         force,
     )
     report = import_folder(root, options)
-    print(report.render())
+    print(escaped(report.render()))
     home = shlex.quote(str(report.home))
     listed = {item.split for items in report.sites.values() for item in items}
     command = f"task init {home} --out task.json"
@@ -231,7 +231,7 @@ def check(
         config = _task(task, root)
     except DataError:
         for problem in unreadable_files(root):
-            print(f"PROBLEM: {problem}")
+            print(escaped(f"PROBLEM: {problem}"))
         raise
     settings = local_settings({} if local is None else read_local(local))
     report = check_site(root, config, out=out, local=settings)
@@ -241,7 +241,7 @@ def check(
             counts[name] = site.splits["validation"][0]
     if counts and images_behind(counts, "median") < FEW_IMAGES:
         report.notes.append(few_validation_line(counts))
-    print(report.render())
+    print(escaped(report.render()))
     if not report.ok:
         return 1
     if counts:
@@ -340,7 +340,7 @@ def prepare(
         copy=copy,
         force=force,
     )
-    print(prepared.render())
+    print(escaped(prepared.render()))
 
 
 def features(
@@ -435,7 +435,7 @@ def plan(
     sites = read_fingerprints(fingerprints)
     proposed = plan(sites, modality=modality, memory=memory, voxels=voxels, name=name)
     write_json(out, proposed.settings, public=True)
-    print(proposed.render())
+    print(escaped(proposed.render()))
     images = sum(site.images for site in sites)
     names = ", ".join(site.site for site in sites)
     print(f"planned from {images} training images ({names}); written: {out}")
@@ -510,7 +510,7 @@ def init_task(
                 hints = dataclasses.replace(hints, **_parsed(texts | changed))
                 proposed = propose(root, hints)
     write_json(out, proposed.settings, public=True)
-    print(proposed.render())
+    print(escaped(proposed.render()))
     data_root = shlex.quote(str(root))
     file = shlex.quote(str(out))
     print(f"written: {out}\nnext: medflare data check {data_root} --task {file}")

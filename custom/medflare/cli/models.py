@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from medflare.cli.options import PathArgument, PathArguments
+from medflare.core.text import escaped
 
 
 def predict(
@@ -65,9 +66,9 @@ def predict(
         bounds=bounds,
         strict=strict,
         force=force,
-        say=lambda line: print(f"medflare: {line}", file=sys.stderr),
+        say=lambda line: print(f"medflare: {escaped(line)}", file=sys.stderr),
     )
-    print(summary.render())
+    print(escaped(summary.render()))
     return 1 if summary.failed else 0
 
 
