@@ -70,7 +70,8 @@ class Drawing:
         def only_used(match: re.Match[str]) -> str:
             return match[0] if match[1] in used else ""
 
-        svg = re.sub(r' id="([^"]*)"', only_used, svg)
+        # In tags alone: a name of another party may hold the same text.
+        svg = re.sub("<[^>]+>", lambda tag: re.sub(r' id="([^"]*)"', only_used, tag[0]), svg)
         return re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
 
     def pdf(self) -> bytes:
