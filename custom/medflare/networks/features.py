@@ -54,24 +54,32 @@ def in_precision(compute: Callable[[Any, Tensor], T]) -> Callable[[Any, Tensor],
     return run
 
 
+_MOST_KEPT = 2**30  # bytes
+
+
 class FixedFeatures:
     """Features of images, of a body that never changes.
 
     Each image goes through the body once, and alone: last bits depend on the other images of a
-    batch.
+    batch. Features beyond `_MOST_KEPT` are computed anew: D is the lead's choice.
     """
 
     def __init__(self) -> None:
         self._features: dict[bytes, Tensor] = {}  # SHA-256 of an image -> (1, D)
+        self._bytes = 0
 
     def of(self, images: Tensor, body: nn.Module) -> Tensor:
         """Features (N, D) of images (N, C, H, W) on the CPU."""
         features = []
         for image in images.split(1):
             key = hashlib.sha256(image.contiguous().numpy()).digest()
-            if key not in self._features:
-                self._features[key] = body(image)
-            features.append(self._features[key])
+            kept = self._features.get(key)
+            if kept is None:
+                kept = body(image)
+                self._bytes += kept.nbytes
+                if self._bytes <= _MOST_KEPT:
+                    self._features[key] = kept
+            features.append(kept)
         return torch.cat(features)
 
 

@@ -163,6 +163,22 @@ def test_a_frozen_body_sees_each_image_once(monkeypatch: pytest.MonkeyPatch) -> 
         assert aucs[0] == pytest.approx(aucs[1], abs=1e-6)
 
 
+def test_features_of_any_width_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medflare.networks.features._MOST_KEPT", 2 * 16 * 4)
+    images = torch.rand(5, 1, 4, 4)
+    fixed = FixedFeatures()
+    calls: list[int] = []
+
+    class Flat(torch.nn.Flatten):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            calls.append(len(images))
+            return super().forward(images)
+
+    for _ in range(2):
+        assert torch.equal(fixed.of(images, Flat()), images.flatten(1))
+    assert len(calls) == 5 + 3, "the features of two images are kept"
+
+
 def test_the_trainable_part_has_its_own_moments() -> None:
     kept = squares.run("fedavg", small_task(**FROZEN), rounds=4).algorithms["A"].memory.states
     assert {"optimizer/model", "optimizer/model/part"} <= set(kept)
