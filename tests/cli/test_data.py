@@ -46,6 +46,10 @@ def test_names_of_a_folder_cannot_write_over_the_screen(
     assert main(["data", "init", str(folder), "--out", str(tmp_path / "DATA")]) == 0
     printed = capsys.readouterr()
     assert "cat\\x1b[2J" in printed.out and ESCAPE not in printed.out + printed.err
+    named = (tmp_path / "DATA").rename(tmp_path / f"DATA{ESCAPE}")
+    assert main(["data", "fingerprint", str(named), "--out", str(tmp_path / "sites.json")]) == 0
+    printed = capsys.readouterr()
+    assert "DATA\\x1b[2J: " in printed.out and ESCAPE not in printed.out + printed.err
 
 
 def test_names_of_a_model_and_of_images_cannot_write_over_the_screen(

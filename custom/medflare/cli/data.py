@@ -278,7 +278,8 @@ def fingerprint(root: Root, task: str | None = None, out: Path | None = None) ->
         return
     write_json(out, to_json(sites), public=True)
     for site in sites:
-        print(f"{site.site}: {site.images} training images of {site.patients} patients")
+        line = f"{site.site}: {site.images} training images of {site.patients} patients"
+        print(escaped(line))
     print(f"written: {out}; read it before it leaves the site")
 
 
@@ -438,7 +439,7 @@ def plan(
     print(escaped(proposed.render()))
     images = sum(site.images for site in sites)
     names = ", ".join(site.site for site in sites)
-    print(f"planned from {images} training images ({names}); written: {out}")
+    print(escaped(f"planned from {images} training images ({names}); written: {out}"))
 
 
 def init_task(

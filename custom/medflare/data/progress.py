@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from medflare.core.text import format_seconds
+from medflare.core.text import escaped, format_seconds
 
 _FIRST = 5.0  # seconds until the first line ...
 _EVERY = 10.0  # ... and between two
@@ -78,10 +78,17 @@ class RoundsLeft:
         return f"about {format_seconds(seconds)} left"
 
 
+class _Printable(logging.Formatter):
+    """Names of folders, which somebody else may have chosen, without terminal codes."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
+
+
 def print_lines() -> None:
     """Print the lines of this process and of those that are forked from it."""
     _log.setLevel(logging.INFO)
     _log.propagate = False
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("medflare: %(message)s"))
+    handler.setFormatter(_Printable("medflare: %(message)s"))
     _log.handlers = [handler]
