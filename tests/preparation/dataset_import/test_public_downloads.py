@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from helpers.downloaded_folders import classes, mask, pairs, picture, table
+from helpers.volume_sites import write
 from medflare.preparation.dataset_import.options import Columns
 from preparation.dataset_import.test_segmentation_layouts import error_of, imported
 
@@ -234,6 +235,25 @@ def test_a_mask_of_the_brain_is_no_channel(channel: str, tmp_path: Path) -> None
     assert [*report.dataset.channels.values()] == ["flair", "t1w"]
     assert pattern == f"*{channel.lower()}*"
     assert len(imported(tmp_path, kind="segmentation", force=True).dataset.channels) == 3
+
+
+def test_overlays_and_predictions_are_no_channels(tmp_path: Path) -> None:
+    cases = tmp_path / "pictures"
+    for number in range(6):
+        picture(cases / str(number) / "original.png")
+        picture(cases / str(number) / "overlay.png")
+        mask(cases / str(number) / "segmentation.png")
+    text = error_of(cases)
+    assert "0/original.png and 0/overlay.png would be channels of one image" in text
+    assert len(imported(cases, kind="segmentation").dataset.items[0].files) == 2
+    assert len(imported(cases, leave_out=("overlay.png",), force=True).dataset.items) == 6
+    cases = tmp_path / "volumes"
+    for number in range(6):
+        home = cases / str(number)
+        volume(home / "ct.nii.gz", number)
+        volume(home / "segmentation.nii.gz", number, two=True)
+        write(home / "unet.nii.gz", np.arange(48, dtype=np.int16).reshape(4, 4, 3) % 3)
+    assert "0/unet.nii.gz would be a channel, unet, and has few values" in error_of(cases)
 
 
 @pytest.mark.parametrize(

@@ -141,16 +141,34 @@ def pair_masks(folder: ImageFolder, options: ImportOptions) -> Dataset:
 def _refuse_masks_as_channels(
     folder: ImageFolder, items: Sequence[Item], channels: Sequence[str]
 ) -> None:
-    """Raise DataError for a channel whose files have two values, as a mask of the brain."""
+    """Raise DataError for a channel whose files have two values, as a mask of the brain; and for
+    one that is called neither by a number nor a modality, if it has few values, as a prediction, or
+    pictures, as overlays.
+    """
+    if len(channels) < 2:
+        return
+    unclear = []
     for number, channel in enumerate(channels):
         files = [item.files[number] for item in items]
         first = [file for file in files if file][:SAMPLE_SIZE]
-        if len(channels) > 1 and are_masks(first):
+        called_so = channel.isdecimal() or "".join(words(channel)) in WORDS["modality"]
+        counts = [count_values(file) for file in first]
+        is_picture = suffix(first[0]) in PICTURES
+        most = 2 if called_so or is_picture else MAX_CLASSES
+        if min(counts) > 0 and 1 < max(counts) <= most:
+            values = "two values" if max(counts) == 2 else "few values"
             raise DataError(
                 f"{folder.root}: {folder.relative(first[0])} would be a channel, {channel}, and "
-                "has two values, as masks have; if it is one, leave such files out, as with "
+                f"has {values}, as masks have; if it is one, leave such files out, as with "
                 f"--leave-out {shlex.quote(f'*{channel}*')}; otherwise give --kind segmentation"
             )
+        if is_picture and not called_so:
+            unclear.append(folder.relative(first[0]))
+    if unclear:
+        raise DataError(
+            f"{folder.root}: {' and '.join(unclear)} would be channels of one image; leave others, "
+            "as overlays, out with --leave-out NAME; otherwise give --kind segmentation"
+        )
 
 
 def _refuse_slices_beside_volumes(folder: ImageFolder, items: Iterable[Item]) -> None:
@@ -529,10 +547,14 @@ def with_masks_of_cases(folder: ImageFolder, structures: Iterable[Structure]) ->
 
 
 def count_values(file: Path) -> int:
-    """How many values a picture has; 0 if it cannot be read."""
+    """How many values an image has, at least if they are more than MAX_CLASSES; 0 if it cannot be
+    read.
+    """
     for mask in (True, False):  # a photograph as JPEG is no mask
         with suppress(DataError):
-            return len(np.unique(read_stored(file, mask=mask).array))
+            array = read_stored(file, mask=mask).array
+            count = len(np.unique(array[..., ::_STRIDE]))  # of a volume, all would take seconds
+            return count if count > MAX_CLASSES else len(np.unique(array))
     return 0
 
 
