@@ -976,6 +976,18 @@ def test_a_list_of_studies_labels_a_dicom_export(
         assert (entry["patient"], entry["label"]) == ("M3", 1)
 
 
+@pytest.mark.parametrize("label", ["grade", "ill"])
+def test_classes_that_are_numbers_name_no_images(label: str, tmp_path: Path) -> None:
+    for number in NUMBERS:
+        picture(tmp_path / f"exam{number}" / f"{number:03}.png", 60 + number)
+    table(tmp_path / "t.csv", ("exam", label), *((f"exam{n}", n % 2) for n in NUMBERS))
+    imported(tmp_path, columns=Columns(label="" if label == "grade" else label))
+    listed = entries(tmp_path)
+    assert {name: entry["label"] for name, entry in listed.items()} == {
+        f"exam{n}/{n:03}.png": n % 2 for n in NUMBERS
+    }
+
+
 @pytest.mark.parametrize("words", ["Training Validierung Test", "train holdout test"])
 def test_a_column_of_splits_in_other_words_is_not_overlooked(words: str, tmp_path: Path) -> None:
     names = words.split()

@@ -148,7 +148,10 @@ def _image_columns(table: ImageTable, used: UsedColumns) -> list[str]:
     path = table.path
     frame = table.frame.drop(columns=used["mask"])
     usual = usual_columns(WORDS["column"]["image"], list(frame))
-    images = {name: table.named_by(cells) for name, cells in frame.items()}
+    images = {}
+    for name, cells in frame.items():
+        is_label = name in used["label"] or table.repeats_numbers(cells)
+        images[name] = set[Path]() if is_label else table.named_by(cells)
     for name in usual:
         if images[name]:
             return [name]

@@ -153,6 +153,14 @@ class ImageTable:
             self._refuse_several(images, cell, location)
         return images
 
+    def repeats_numbers(self, cells: "pd.Series[str]") -> bool:
+        """Whether a column has numbers that repeat and are fewer than the images, as classes and
+        ages have, which name images by accident.
+        """
+        are_numbers = cells.map(patient_id).str.isdecimal().all()
+        images = len(self._without_masks(self.folder.images))
+        return are_numbers and cells.nunique() < NEARLY_ALL * min(len(cells), images)
+
     def refuse_some_numbers(self, column: str) -> None:
         """Raise DataError for a column of numbers that name a part of the images, as those of
         patients would by accident.
