@@ -1285,6 +1285,11 @@ def test_photographs_that_are_turned_without_their_masks_are_noted(tmp_path: Pat
             "x{n}.png,1 6 40 4",
             "column rle has lists of numbers, as run lengths of masks",
         ),
+        (
+            ("image", "segmentation"),
+            "x{n}.png,1 6 40 4",
+            "column segmentation has lists of numbers, as run lengths of masks",
+        ),
         (("image", "label"), "x{n}.png,0.{n}7", "measurements cannot be predicted (regression)"),
         (("image", "label"), "x{n}.png,{n}7%", "measurements cannot be predicted (regression)"),
         (("image", ""), "x{n}.png,a", "give --label-column, one of image, unnamed 2"),

@@ -52,8 +52,7 @@ def used_columns(table: ImageTable, columns: Columns, kind: str) -> UsedColumns:
         used["label"] = _label_columns(table, used)
     if used["mask"] or kind == "segmentation":
         used["label"] = []
-    if not used["mask"]:
-        _refuse_run_lengths(table, used["label"] or table.header)
+    _refuse_run_lengths(table, used["mask"] or used["label"] or table.header)
     for name in used["label"]:
         if _names_files(frame[name]):
             raise ColumnError(
