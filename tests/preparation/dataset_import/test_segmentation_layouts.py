@@ -274,7 +274,9 @@ def test_files_that_are_not_read_are_named(name: str, form: str, tmp_path: Path)
     assert f"save as {form}: 10" in error_of(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["annotations/instances.json", "a.xml", "labels/im1.txt"])
+@pytest.mark.parametrize(
+    "name", ["annotations/instances.json", "a.xml", "labels/im1.txt", "qupath/1.geojson"]
+)
 def test_files_of_outlines_are_named(name: str, tmp_path: Path) -> None:
     files(tmp_path, "images/{n}.png")
     (tmp_path / name).parent.mkdir(exist_ok=True)
