@@ -14,6 +14,7 @@ from PIL import ExifTags, Image
 from helpers.downloaded_folders import mask, picture, table
 from helpers.volume_sites import change, dicom_series, write
 from medflare.cli import main
+from medflare.preparation.dataset_import.chosen_structures import parse_structures
 from medflare.preparation.dataset_import.names import shortened
 from medflare.preparation.dataset_import.options import Columns
 from medflare.preparation.proposing import TaskHints, propose
@@ -1250,7 +1251,7 @@ def test_companions_of_pictures_are_asked_about(
         files(tmp_path, f"{folder}/{companion}")
     text = error_of(tmp_path)
     assert "images have companions" in text and "as a/x0.png has; take these out" in text
-    assert "if they are masks, call them NAME_mask" in text
+    assert "if they are masks, give --structure, as" in text
     imported(tmp_path, kind="classification")
     assert len(entries(tmp_path)) == 20 + 10 * len(folders)
 
@@ -1670,7 +1671,18 @@ def test_a_class_of_ungraded_images_is_asked_about(name: str, tmp_path: Path) ->
 def test_companions_without_classes_may_be_masks(tmp_path: Path) -> None:
     files(tmp_path, "p{n}.png", "p{n}_ann1.png", "p{n}_ann2.png")
     text = error_of(tmp_path)
-    assert "companions called NAME_ann1 and called NAME_ann2, as p0.png has; if one is" in text
+    assert "companions called NAME_ann1 and called NAME_ann2, as p0.png has; if some are" in text
+
+
+def test_a_structure_is_named_by_the_end_of_the_names_of_masks(tmp_path: Path) -> None:
+    files(tmp_path, "P{n}.png", "P{n}_Lung.png*", "P{n}-heart.png*", "P{n}_overlay.png")
+    assert "companions called" in error_of(tmp_path)
+    structures = parse_structures(["lungs=lung", "heart"])
+    imported(tmp_path, structures=structures, leave_out=("*_overlay.png",))
+    assert entries(tmp_path)["P3.png"]["label"] == ["P3_Lung.png", "P3-heart.png"]
+    lung = {"structures": structures[:1], "leave_out": ("*_overlay.png", "*-heart.png")}
+    imported(tmp_path, force=True, **lung)
+    assert entries(tmp_path)["P3.png"]["label"] == "P3_Lung.png"
 
 
 @pytest.mark.parametrize("folder", ["nv", "train/nv", "images/nv"])

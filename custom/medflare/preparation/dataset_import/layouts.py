@@ -508,7 +508,7 @@ def _by_folders(folder: ImageFolder, options: ImportOptions) -> Dataset:
         if masks and not structures:
             structures = structure_suffixes(folder, options)
     if structures:
-        if not kind:
+        if not (kind or options.structures):
             _refuse_readers(structures, folder)
         return structures
     if kind == "segmentation" or (masks and kind != "classification"):

@@ -32,7 +32,7 @@ from medflare.preparation.dataset_import.folders import (
     Item,
     common_folder,
 )
-from medflare.preparation.dataset_import.names import MASK_WORDS, WORDS, numbered, words
+from medflare.preparation.dataset_import.names import MASK_WORDS, WORDS, beginnings, numbered, words
 from medflare.preparation.dataset_import.options import ImportOptions
 
 _STRIDE = 16  # between the pixels that are looked at first
@@ -526,9 +526,10 @@ def are_masks(files: Iterable[Path]) -> bool:
 
 
 def with_masks_of_cases(folder: ImageFolder, structures: Iterable[Structure]) -> ImageFolder:
-    """The folder with those files as masks that are called like one of the structures, and those
-    pictures that have two values and are called like the image of their case and a word, in a
-    folder of their own: PH2's IMD002/IMD002_lesion/IMD002_lesion.bmp.
+    """The folder with those files as masks that are called like one of the structures, also behind
+    the name of an image beside them: x_lung.png of x.png; and those pictures that have two values
+    and are called like the image of their case and a word, in a folder of their own: PH2's
+    IMD002/IMD002_lesion/IMD002_lesion.bmp.
     """
     by_case = {(image.parent.parent, stem(image)): image for image in folder.images}
     masks = defaultdict(list)  # word -> files
@@ -538,7 +539,16 @@ def with_masks_of_cases(folder: ImageFolder, structures: Iterable[Structure]) ->
         if image.parent != mask.parent:
             masks[word].append(mask)
     named = set[str]().union(*(structure.names for structure in structures))
-    of_cases = [image for image in folder.images if plain_name(stem(image)) in named]
+    beside = {(image.parent, stem(image)) for image in folder.images}
+    of_cases = []
+    for image in folder.images:
+        name = stem(image)
+        ends = [name]
+        for beginning in beginnings(name)[1:]:
+            if (image.parent, beginning) in beside:
+                ends.append(name.removeprefix(beginning).strip(" _.-"))
+        if not named.isdisjoint(map(plain_name, ends)):
+            of_cases.append(image)
     for listed in masks.values():
         cases = {mask.parent.parent for mask in listed}
         if len(cases) == len(listed) > 1 and are_masks(listed):
