@@ -244,7 +244,7 @@ def test_overlays_and_predictions_are_no_channels(tmp_path: Path) -> None:
         picture(cases / str(number) / "overlay.png")
         mask(cases / str(number) / "segmentation.png")
     text = error_of(cases)
-    assert "0/original.png and 0/overlay.png would be channels of one image" in text
+    assert "0/original.png and 0/overlay.png would be among the channels" in text
     assert len(imported(cases, kind="segmentation").dataset.items[0].files) == 2
     assert len(imported(cases, leave_out=("overlay.png",), force=True).dataset.items) == 6
     cases = tmp_path / "volumes"
@@ -254,6 +254,11 @@ def test_overlays_and_predictions_are_no_channels(tmp_path: Path) -> None:
         volume(home / "segmentation.nii.gz", number, two=True)
         write(home / "unet.nii.gz", np.arange(48, dtype=np.int16).reshape(4, 4, 3) % 3)
     assert "0/unet.nii.gz would be a channel, unet, and has few values" in error_of(cases)
+    for home in cases.iterdir():
+        for name in ("ct_n4", "prob"):
+            write(home / f"{name}.nii.gz", np.arange(48, dtype=np.int16).reshape(4, 4, 3))
+        (home / "unet.nii.gz").unlink()
+    assert "0/ct_n4.nii.gz and 0/prob.nii.gz would be among the channels" in error_of(cases)
 
 
 @pytest.mark.parametrize(

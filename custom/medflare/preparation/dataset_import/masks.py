@@ -40,6 +40,7 @@ SAMPLE_SIZE = 3  # pictures of a folder that are read to tell masks from photogr
 # Ends in a number (nnU-Net), or in NIfTI files in a word (`_flair`).
 _CHANNEL = re.compile(r"^(.*[^_-])[_-]+(\d{4}|[a-z][a-z0-9]*)$")
 _LABEL = re.compile(r"_label-([^_]+)")
+_DERIVED = frozenset((*WORDS["derived"], *WORDS["preview"], *WORDS["version"]))
 WITHOUT_IMAGE = "a mask without an image"
 
 
@@ -142,8 +143,8 @@ def _refuse_masks_as_channels(
     folder: ImageFolder, items: Sequence[Item], channels: Sequence[str]
 ) -> None:
     """Raise DataError for a channel whose files have two values, as a mask of the brain; and for
-    one that is called neither by a number nor a modality, if it has few values, as a prediction, or
-    pictures, as overlays.
+    one that is called neither by a number nor a modality, if it has few values, or pictures, or is
+    called like what is made of others, as overlays and predictions are.
     """
     if len(channels) < 2:
         return
@@ -162,12 +163,14 @@ def _refuse_masks_as_channels(
                 f"has {values}, as masks have; if it is one, leave such files out, as with "
                 f"--leave-out {shlex.quote(f'*{channel}*')}; otherwise give --kind segmentation"
             )
-        if is_picture and not called_so:
+        parts = re.split("[ _.-]+", channel)
+        if (is_picture and not called_so) or not _DERIVED.isdisjoint(parts):
             unclear.append(folder.relative(first[0]))
     if unclear:
         raise DataError(
-            f"{folder.root}: {' and '.join(unclear)} would be channels of one image; leave others, "
-            "as overlays, out with --leave-out NAME; otherwise give --kind segmentation"
+            f"{folder.root}: {' and '.join(unclear)} would be among the channels of an image; "
+            "leave out overlays, predictions and versions with --leave-out NAME; otherwise give "
+            "--kind segmentation"
         )
 
 
