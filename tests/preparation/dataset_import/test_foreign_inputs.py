@@ -1251,7 +1251,7 @@ def test_companions_of_pictures_are_asked_about(
         files(tmp_path, f"{folder}/{companion}")
     text = error_of(tmp_path)
     assert "images have companions" in text and "as a/x0.png has; take these out" in text
-    assert "if they are masks, give --structure, as" in text
+    assert "if they are masks, call them NAME_mask or give --structure, as" in text
     imported(tmp_path, kind="classification")
     assert len(entries(tmp_path)) == 20 + 10 * len(folders)
 
@@ -1671,7 +1671,7 @@ def test_a_class_of_ungraded_images_is_asked_about(name: str, tmp_path: Path) ->
 def test_companions_without_classes_may_be_masks(tmp_path: Path) -> None:
     files(tmp_path, "p{n}.png", "p{n}_ann1.png", "p{n}_ann2.png")
     text = error_of(tmp_path)
-    assert "companions called NAME_ann1 and called NAME_ann2, as p0.png has; if some are" in text
+    assert "companions called NAME_ann1 and called NAME_ann2, as p0.png has; if one is" in text
 
 
 def test_a_structure_is_named_by_the_end_of_the_names_of_masks(tmp_path: Path) -> None:
@@ -1683,6 +1683,18 @@ def test_a_structure_is_named_by_the_end_of_the_names_of_masks(tmp_path: Path) -
     lung = {"structures": structures[:1], "leave_out": ("*_overlay.png", "*-heart.png")}
     imported(tmp_path, force=True, **lung)
     assert entries(tmp_path)["P3.png"]["label"] == "P3_Lung.png"
+
+
+@pytest.mark.parametrize(
+    "texts", [["left_lung", "right_lung"], ["left=left_lung", "right=right_lung"]]
+)
+def test_a_structure_may_be_named_by_all_words_behind_the_image(
+    texts: list[str], tmp_path: Path
+) -> None:
+    files(tmp_path, "P{n}.png", "P{n}_left_lung.png*", "P{n}_right_lung.png*")
+    imported(tmp_path, structures=parse_structures(texts))
+    labels = json.loads((tmp_path / "datalist.json").read_text())["labels"]
+    assert list(labels.values()) == [text.partition("=")[0] for text in texts]
 
 
 @pytest.mark.parametrize("folder", ["nv", "train/nv", "images/nv"])

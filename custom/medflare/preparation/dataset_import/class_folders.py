@@ -286,8 +286,8 @@ class _Tree:
             first = self.folder.relative(next(iter(companions.values())))
             return DataError(
                 f"{root}: images have companions {' and '.join(companions)}, as {first} has; if "
-                "some are masks, give --structure, as --structure lung for NAME_lung, for each of "
-                "them; take the others out"
+                "one is the mask, call it NAME_mask, if each is of a structure, give --structure, "
+                "as --structure lung for NAME_lung, for each; take the others out"
             )
         problem = f"{len(self.below)} images without masks or classes; supported: {LAYOUTS}"
         no_class = {*IMAGE_WORDS, *WORDS["other"]}
@@ -355,9 +355,9 @@ class _Tree:
         for kind, picture in _companions(self.below).items():
             raise DataError(
                 f"{self.folder.root}: images have companions {kind}, as "
-                f"{self.folder.relative(picture)} has; take these out, or if they are masks, give "
-                "--structure, as --structure lung for NAME_lung, if images of their own, --kind "
-                "classification"
+                f"{self.folder.relative(picture)} has; take these out, or if they are masks, call "
+                "them NAME_mask or give --structure, as --structure lung for NAME_lung, if images "
+                "of their own, --kind classification"
             )
 
     def refuse_pictures_of_others(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from medflare.core.errors import DataError
 from medflare.data.reading import stem
+from medflare.data.targets import plain_name
 from medflare.preparation.dataset_import.chosen_structures import (
     can_be_written,
     empty_mask,
@@ -206,6 +207,10 @@ def structure_suffixes(folder: ImageFolder, options: ImportOptions) -> Dataset |
     if without > len(masks_of):
         return None
     names = _structures_of_suffixes(masks_of.values())
+    chosen = set[str]().union(*(structure.names for structure in options.structures))
+    whole = {rest: plain_name(rest.strip(" _.-")) for rest in names}
+    if not chosen.isdisjoint(whole.values()):  # left_lung, right_lung beside left, right
+        names = whole
     distinct = {*names.values()}
     some_unnamed = len(names) > 1 and "" in distinct
     if some_unnamed or len(distinct) < len(names) or len(names) > MAX_CLASSES:
