@@ -1847,3 +1847,11 @@ def test_a_row_names_a_patient_and_one_of_the_images_in_his_folder(tmp_path: Pat
     table(tmp_path / "labels.csv", ("image", "label"), *(row[1:] for row in rows))
     (tmp_path / "datalist.json").unlink()
     assert "write the whole path in the table" in error_of(tmp_path)
+
+
+def test_masks_of_structures_beside_their_image_are_named_by_structure(tmp_path: Path) -> None:
+    files(tmp_path, "case{n}/image.png", "case{n}/disc.png*", "case{n}/cup.png*")
+    assert "or give --structure NAME for each structure" in error_of(tmp_path)
+    imported(tmp_path, structures=parse_structures(["disc", "cup"]))
+    label = entries(tmp_path)["case3/image.png"]["label"]
+    assert label == ["case3/disc.png", "case3/cup.png"]

@@ -388,8 +388,8 @@ class _Tree:
             raise DataError(
                 f"{self.folder.root}: {self.folder.relative(masks[0])} has two values, as masks "
                 f"have, beside {self.folder.relative(others[0])}; if it is a mask, call it "
-                "NAME_mask, or give a table with --mask-column; otherwise give --kind "
-                "classification"
+                "NAME_mask, or give --structure NAME for each structure, or a table with "
+                "--mask-column; otherwise give --kind classification"
             )
 
     def refuse_masks_of_classes(self) -> None:

@@ -243,7 +243,8 @@ def _without_pairs(folder: ImageFolder, masks: Sequence[Path], images: Sequence[
     if not masks:
         return (
             f"none of {len(images)} images is called as masks are{_several_series(folder)}; name "
-            "a mask like its image, with _mask (a_mask.png), or give a table with --mask-column"
+            "a mask like its image, with _mask (a_mask.png), or give --structure NAME, or a table "
+            "with --mask-column"
         )
     several, count = Counter(mask.parent for mask in masks).most_common(1)[0]
     images_there = [image for image in images if image.is_relative_to(several.parent)]
