@@ -1855,3 +1855,11 @@ def test_masks_of_structures_beside_their_image_are_named_by_structure(tmp_path:
     imported(tmp_path, structures=parse_structures(["disc", "cup"]))
     label = entries(tmp_path)["case3/image.png"]["label"]
     assert label == ["case3/disc.png", "case3/cup.png"]
+
+
+def test_a_number_of_a_folder_and_of_files_may_be_a_patient(tmp_path: Path) -> None:
+    files(tmp_path, *(f"{folder}/{{n}}.png" for folder in NUMBERS))
+    table(tmp_path / "t.csv", ("ID", "diagnosis"), *((n, "ab"[n % 2]) for n in NUMBERS))
+    assert "if the column names patients, give --patient-column" in error_of(tmp_path)
+    imported(tmp_path, columns=Columns(patient="ID"))
+    assert (entries(tmp_path)["7/2.png"]["label"], len(entries(tmp_path))) == (1, 100)

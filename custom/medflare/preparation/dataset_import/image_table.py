@@ -180,9 +180,11 @@ class ImageTable:
 
     def _refuse_several(self, images: Sequence[Path], cell: str, location: str) -> None:
         if len(images) > 1:
+            remedy = "write the whole path in the table"
+            if self._of_patient(cell):
+                remedy += ", or if the column names patients, give --patient-column"
             raise DataError(
-                f"{location}: {cell!r} can be {self.folder.both(*images[:2])}; write the whole "
-                "path in the table"
+                f"{location}: {cell!r} can be {self.folder.both(*images[:2])}; {remedy}"
             )
 
     def image(self, cell: str, location: str) -> Path | None:

@@ -67,8 +67,8 @@ def assign_patients(
     if len(without) < len(items):
         raise DataError(
             f"{len(without)} of {len(items)} images have no patient, the first: "
-            f"{folder.relative(without[0])}; complete them, or give --patient '^(p\\d+)', which "
-            "names the patients of all"
+            f"{folder.relative(without[0])}; complete them, leave them out, or give --patient "
+            "'^(p\\d+)', which names the patients of all"
         )
     warning = (
         "patients are unknown: each image counts as a patient, "
