@@ -1863,3 +1863,10 @@ def test_a_number_of_a_folder_and_of_files_may_be_a_patient(tmp_path: Path) -> N
     assert "if the column names patients, give --patient-column" in error_of(tmp_path)
     imported(tmp_path, columns=Columns(patient="ID"))
     assert (entries(tmp_path)["7/2.png"]["label"], len(entries(tmp_path))) == (1, 100)
+
+
+def test_the_sex_is_no_finding(tmp_path: Path) -> None:
+    files(tmp_path, "{n}.png")
+    rows = [(f"{n}.png", *(n >> place & 1 for place in range(4)), n % 2) for n in NUMBERS]
+    table(tmp_path / "t.csv", ("image", "edema", "mass", "nodule", "effusion", "male"), *rows)
+    assert "male are labels? all hold 0 and 1" in error_of(tmp_path)

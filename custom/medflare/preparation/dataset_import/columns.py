@@ -308,7 +308,8 @@ def _columns_of_flags(table: ImageTable, others: Sequence[str]) -> list[str]:
     classes = _classes_among(frame, varying)
     first = list(frame).index(flags[0])
     side_by_side = list(frame)[first : first + len(flags)] == flags
-    if side_by_side and len(flags) >= _FINDINGS and not classes:
+    of_people = any("".join(words(name)) in ("male", "female") for name in flags)
+    if side_by_side and len(flags) >= _FINDINGS and not (classes or of_people):
         return flags
     _refuse_unfinished_flags(table.path, values_of)
     example = ",".join(classes or flags[:2])
