@@ -1685,6 +1685,22 @@ def test_a_structure_is_named_by_the_end_of_the_names_of_masks(tmp_path: Path) -
     assert entries(tmp_path)["P3.png"]["label"] == "P3_Lung.png"
 
 
+def test_an_image_with_a_mask_of_its_own_is_no_mask(tmp_path: Path) -> None:
+    names = ("P{n}.png", "P{n}_mask.png*", "P{n}_lens.png", "P{n}_lens_mask.png*")
+    files(tmp_path, *names)
+    imported(tmp_path, structures=parse_structures(["lens"]))
+    assert entries(tmp_path)["P3_lens.png"]["label"] == "P3_lens_mask.png"
+
+
+def test_numbers_of_most_images_are_names_though_rows_repeat(tmp_path: Path) -> None:
+    for number in range(20):
+        picture(tmp_path / f"{number}.png", 60 + number)
+    rows = [(number, number % 2) for number in range(16) for _ in range(2)]
+    table(tmp_path / "t.csv", ("nr", "label"), *rows)
+    imported(tmp_path)
+    assert len(entries(tmp_path)) == 16
+
+
 @pytest.mark.parametrize(
     "texts", [["left_lung", "right_lung"], ["left=left_lung", "right=right_lung"]]
 )

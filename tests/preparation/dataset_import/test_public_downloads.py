@@ -259,6 +259,14 @@ def test_overlays_and_predictions_are_no_channels(tmp_path: Path) -> None:
             write(home / f"{name}.nii.gz", np.arange(48, dtype=np.int16).reshape(4, 4, 3))
         (home / "unet.nii.gz").unlink()
     assert "0/ct_n4.nii.gz and 0/prob.nii.gz would be among the channels" in error_of(cases)
+    cases = tmp_path / "corrected"
+    for number in range(6):
+        home = cases / str(number)
+        volume(home / "mask.nii.gz", number, two=True)
+        for name in ("T1_corrected", "T2_corrected"):
+            values = number + np.arange(48, dtype=np.int16).reshape(4, 4, 3)
+            write(home / f"{name}.nii.gz", values)
+    assert len(imported(cases).dataset.items[0].files) == 2, "both are corrected"
 
 
 @pytest.mark.parametrize(

@@ -149,8 +149,8 @@ def _image_columns(table: ImageTable, used: UsedColumns) -> list[str]:
     usual = usual_columns(WORDS["column"]["image"], list(frame))
     images = {}
     for name, cells in frame.items():
-        is_label = name in used["label"] or table.repeats_numbers(cells)
-        images[name] = set[Path]() if is_label else table.named_by(cells)
+        names_none = name in used["label"] or table.repeats_numbers(cells)
+        images[name] = set[Path]() if names_none else table.named_by(cells)
     for name in usual:
         if images[name]:
             return [name]

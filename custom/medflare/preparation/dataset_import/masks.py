@@ -40,7 +40,7 @@ SAMPLE_SIZE = 3  # pictures of a folder that are read to tell masks from photogr
 # Ends in a number (nnU-Net), or in NIfTI files in a word (`_flair`).
 _CHANNEL = re.compile(r"^(.*[^_-])[_-]+(\d{4}|[a-z][a-z0-9]*)$")
 _LABEL = re.compile(r"_label-([^_]+)")
-_DERIVED = frozenset((*WORDS["derived"], *WORDS["preview"], *WORDS["version"]))
+_DERIVED_WORDS = frozenset((*WORDS["derived"], *WORDS["preview"], *WORDS["version"]))
 WITHOUT_IMAGE = "a mask without an image"
 
 
@@ -148,6 +148,9 @@ def _refuse_masks_as_channels(
     """
     if len(channels) < 2:
         return
+    parts_of = {channel: {*re.split("[ _.-]+", channel)} for channel in channels}
+    # A word of all channels, as of T1_corrected and T2_corrected, tells nothing.
+    telling = _DERIVED_WORDS - set.intersection(*parts_of.values())
     unclear = []
     for number, channel in enumerate(channels):
         files = [item.files[number] for item in items]
@@ -163,14 +166,13 @@ def _refuse_masks_as_channels(
                 f"has {values}, as masks have; if it is one, leave such files out, as with "
                 f"--leave-out {shlex.quote(f'*{channel}*')}; otherwise give --kind segmentation"
             )
-        parts = re.split("[ _.-]+", channel)
-        if (is_picture and not called_so) or not _DERIVED.isdisjoint(parts):
+        if (is_picture and not called_so) or not telling.isdisjoint(parts_of[channel]):
             unclear.append(folder.relative(first[0]))
     if unclear:
         raise DataError(
             f"{folder.root}: {' and '.join(unclear)} would be among the channels of an image; "
-            "leave out overlays, predictions and versions with --leave-out NAME; otherwise give "
-            "--kind segmentation"
+            "leave out overlays, predictions and versions with --leave-out NAME; if all are "
+            "channels, give --kind segmentation"
         )
 
 
@@ -544,6 +546,7 @@ def with_masks_of_cases(folder: ImageFolder, structures: Iterable[Structure]) ->
             masks[word].append(mask)
     named = set[str]().union(*(structure.names for structure in structures))
     beside = {(image.parent, stem(image)) for image in folder.images}
+    with_mask = {(file.parent, name.name) for file, name in folder.names.items() if name.mask}
     of_cases = []
     for image in folder.images:
         name = stem(image)
@@ -551,7 +554,8 @@ def with_masks_of_cases(folder: ImageFolder, structures: Iterable[Structure]) ->
         for beginning in beginnings(name)[1:]:
             if (image.parent, beginning) in beside:
                 ends.append(name.removeprefix(beginning).strip(" _.-"))
-        if not named.isdisjoint(map(plain_name, ends)):
+        has_mask = (image.parent, name.lower()) in with_mask
+        if not has_mask and not named.isdisjoint(map(plain_name, ends)):
             of_cases.append(image)
     for listed in masks.values():
         cases = {mask.parent.parent for mask in listed}
