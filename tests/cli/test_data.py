@@ -52,6 +52,22 @@ def test_names_of_a_folder_cannot_write_over_the_screen(
     assert "DATA\\x1b[2J: " in printed.out and ESCAPE not in printed.out + printed.err
 
 
+def test_names_of_sites_cannot_write_over_the_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("A", "B"):
+        classes(tmp_path / "hospitals" / name)
+    classes(tmp_path / "hospitals" / f"C{ESCAPE}" / "test", patients=6)
+    data, task = str(tmp_path / "DATA"), str(tmp_path / "task.json")
+    init = ["data", "init", str(tmp_path / "hospitals"), "--site-folders", "--out", data]
+    assert main(init) == 0
+    settings = ["--network", "small_cnn", "--size", "32,32", "--yes", "--out", task]
+    assert main(["task", "init", data, *settings]) == 0
+    assert main(["data", "check", data, "--task", task]) == 0
+    printed = capsys.readouterr()
+    assert "--outside 'C\\x1b[2J'" in printed.out and ESCAPE not in printed.out + printed.err
+
+
 def test_names_of_a_model_and_of_images_cannot_write_over_the_screen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -364,7 +364,8 @@ def features(
     from medflare.preparation.dataset_import.features import write_features
     from medflare.tasks.config import load_task
 
-    print(write_features(root, load_task(task), out, weights=weights, force=force).render())
+    report = write_features(root, load_task(task), out, weights=weights, force=force)
+    print(escaped(report.render()))
 
 
 def _task(name: str | None, root: Path) -> "TaskConfig":
@@ -527,7 +528,7 @@ def _run_command(root: Path, task: str) -> str:
     outside = [site_name(folder) for folder in site_folders(root) if has_test_only(folder)]
     if outside:
         command += f" --outside {shlex.quote(','.join(outside))}"
-    return f"{command} --rounds {TIMED_ROUNDS} --engine local"
+    return escaped(f"{command} --rounds {TIMED_ROUNDS} --engine local")
 
 
 def _changes(proposed: Json, texts: Mapping[str, str | None]) -> dict[str, str | None]:
@@ -541,8 +542,9 @@ def _changes(proposed: Json, texts: Mapping[str, str | None]) -> dict[str, str |
     changed = {}
     for option, text in texts.items():
         if text is None:
-            answer = typer.prompt(option, default=defaults[option])
-            if answer != defaults[option]:
+            default = escaped(defaults[option])
+            answer = typer.prompt(option, default=default)
+            if answer != default:
                 changed[option] = answer
     return changed
 

@@ -98,4 +98,4 @@ def export(
     from medflare.methods.catalogue import build_deployed
 
     stored = load_model(model, unsigned=unsigned)
-    print(export(stored, format, out, builder=build_deployed).render())
+    print(escaped(export(stored, format, out, builder=build_deployed).render()))

@@ -4,6 +4,7 @@ that people write.
 
 import codecs
 import json
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ def escaped(text: str) -> str:
         return text
     letters = []
     for letter in text.encode(errors="replace").decode():
-        if letter.isprintable() or letter in "\t\n":
+        # Spaces (Zs) are not "printable", as U+202F in the names of screenshots.
+        if letter.isprintable() or letter in "\t\n" or unicodedata.category(letter) == "Zs":
             letters.append(letter)
         else:
             letters.append(letter.encode("unicode_escape").decode())
