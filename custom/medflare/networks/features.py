@@ -76,9 +76,9 @@ class FixedFeatures:
             kept = self._features.get(key)
             if kept is None:
                 kept = body(image)
-                self._bytes += kept.nbytes
-                if self._bytes <= _MOST_KEPT:
+                if self._bytes + kept.nbytes <= _MOST_KEPT:
                     self._features[key] = kept
+                    self._bytes += kept.nbytes
             features.append(kept)
         return torch.cat(features)
 
