@@ -25,6 +25,7 @@ from medflare.methods.families.second_models.pfedme import (
 )
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.parts import heads
+from medflare.methods.parts.few_patients import first_batches
 from medflare.networks.features import FeatureNetwork
 from medflare.training.epochs import trainable
 from methods import squares
@@ -237,6 +238,19 @@ def test_a_personal_model_is_no_step_of_fewer_patients_than_the_site_allows(
     adapt(model, site, 2, site.optimizer(trainable(model)))
     for (name, weight), part in zip(model.named_parameters(), slope, strict=True):
         squares.assert_close({name: weight.detach()}, {name: before[name] - LR * part})
+
+
+def test_more_epochs_follow_where_one_has_too_few_patients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As drawing with replacement repeats images."""
+    site = squares.site("A", squares.task(batch_size=1))
+    images = [*site.batches("train", 0, "adapt", 0)]
+    epochs = [[images[0]] * 4, images]
+    monkeypatch.setattr(site, "batches", lambda *keys: epochs[keys[-1]])
+    site.minimum_patients = 3
+    taken = first_batches(site, 0, "adapt")
+    assert len(taken) > 4
+    patients = site.data.train.patients
+    assert len({patients[int(batch.index)] for batch in taken}) == 3
 
 
 # -- FML ------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 """Sharpness-aware hierarchical aggregation (SHA), FedDAG's server, for any site algorithm.
 
 Che et al., arXiv 2501.13967, Sec. III-C. After training, a site also sends its model perturbed by ε
-(length ρ, along the gradient of its last batch, see `few_patients`). In a second phase of the round
-the other sites score these perturbed models on their validation images: a flat minimum keeps its
-score. The server averages within each site over the rounds (κ), then across sites with weights that
-grow with the score (β). ρ = 0 and κ = 0 give the plain cross-client evaluation that the paper calls
-CEA.
+(length ρ, along the gradient of its last batches, see `few_patients`). In a second phase of the
+round the other sites score these perturbed models on their validation images: a flat minimum keeps
+its score. The server averages within each site over the rounds (κ), then across sites with weights
+that grow with the score (β). ρ = 0 and κ = 0 give the plain cross-client evaluation that the paper
+calls CEA.
 """
 
 import math
@@ -56,7 +56,7 @@ from medflare.training.epochs import named_trainable
 
 PERTURBED = TensorSpec(
     "perturbed",
-    "the site's model moved along its last batch's gradient (whose direction it reveals), "
+    "the site's model moved along its last batches' gradient (whose direction it reveals), "
     "for other sites to score",
     when=lambda plan: _perturbs(plan.server_hyper),
 )

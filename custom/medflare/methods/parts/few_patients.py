@@ -1,5 +1,7 @@
 """Batches of at least a site's `minimum_patients`, for a single step or gradient that leaves the
 site: that of fewer would show their images. A site without a minimum takes one batch.
+
+Where images are drawn with replacement, an epoch may have fewer patients.
 """
 
 from collections import deque
@@ -8,22 +10,35 @@ from itertools import islice
 
 from torch import Tensor
 
+from medflare.core.errors import ConfigError
 from medflare.data.loading import Batch
 from medflare.training.site import Site
 
+_MOST_EPOCHS = 100
 
-def first_batches(site: Site, batches: Iterable[Batch]) -> list[Batch]:
-    """As few of the first training batches as have enough patients together; at least one."""
+
+def first_batches(site: Site, round: int, purpose: str) -> list[Batch]:
+    """As few of the first training batches as have enough patients together; at least one.
+
+    Raises:
+        ConfigError: many epochs have too few.
+    """
     taken: list[Batch] = []
-    for batch in batches:
-        taken.append(batch)
-        if _patients(site, taken) >= site.minimum_patients:
-            break
-    return taken
+    for epoch in range(_MOST_EPOCHS):
+        for batch in site.batches("train", round, purpose, epoch):
+            taken.append(batch)
+            if _patients(site, taken) >= site.minimum_patients:
+                return taken
+    raise ConfigError(
+        f"site {site.name}: {_MOST_EPOCHS} epochs have images of fewer than "
+        f"{site.minimum_patients} patients; take sampling=shuffle"
+    )
 
 
 class LastBatches:
-    """As few of the last training batches as have enough patients together; at least one."""
+    """As few of the last training batches as have enough patients together; at least one. All, if
+    together they have fewer, as then the trained model is of those patients, too.
+    """
 
     def __init__(self, site: Site):
         self._site = site

@@ -53,7 +53,7 @@ def adapt(model: nn.Module, site: Site, round: int, optimizer: Optimizer) -> Non
     """The adaptation in place: a step on one training batch, see `few_patients`."""
     model.train()
     with seeded(site.seed, site.name, round, "adapt", "dropout"):
-        batches = first_batches(site, site.batches("train", round, "adapt", 0))
+        batches = first_batches(site, round, "adapt")
         gradients = mean_gradients(batches, partial(loss_gradients, model, site))
         take_step(optimizer, trainable(model), gradients)
 
