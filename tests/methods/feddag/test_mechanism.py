@@ -14,6 +14,8 @@ from PIL import Image
 from medflare.federation.local.loop import run_local
 from medflare.federation.outcome import StepReport
 
+pytestmark = pytest.mark.timeout(900)  # several runs, on a machine that may be busy
+
 SITES = ("A", "B", "C")
 CAP = 0.1  # hyper-parameter m
 

@@ -12,6 +12,8 @@ from medflare.tasks.config import load_task
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
+pytestmark = pytest.mark.timeout(900)  # several runs, on a machine that may be busy
+
 SITES = ("A", "B", "C", "D")
 SETTING = Setting(load_task("mechanisms/conventions"), SITES, rounds=20)
 

@@ -10,6 +10,8 @@ from medflare.federation.local.loop import run_local
 from medflare.federation.outcome import StepReport
 from medflare.tasks.config import load_task
 
+pytestmark = pytest.mark.timeout(900)  # several runs, on a machine that may be busy
+
 # Half of the images of a site in a batch: half the steps of the task's batches.
 TASK = replace(load_task("mechanisms/noisy_sites"), batch_size=24)
 

@@ -6,6 +6,8 @@ import pytest
 
 from medflare.federation.local.loop import run_local
 
+pytestmark = pytest.mark.timeout(900)  # several runs, on a machine that may be busy
+
 ROUNDS = 6
 
 

@@ -8,6 +8,8 @@ from medflare.studies.candidates import Candidate
 from medflare.studies.references import Draw, Setting
 from medflare.tasks.config import load_task
 
+pytestmark = pytest.mark.timeout(900)  # several runs, on a machine that may be busy
+
 SEEDS = (0, 1, 2)
 ALONE = "single-site:method=prr"
 
