@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.ndimage import gaussian_filter
 from torch import Tensor
 
 from helpers import small_tasks
@@ -285,6 +286,49 @@ def test_a_planned_task_learns_with_all_transforms(dims: int) -> None:
         value.backward()
         optimizer.step()
     assert losses[-1] < losses[0], losses
+
+
+def test_a_small_network_finds_small_structures_in_a_few_steps() -> None:
+    """Two neighbouring structures, 1 % of the volumes. After as many steps with Dice and cross
+    entropy the network answers the background alone.
+    """
+    learnt = {"target": "multiclass", "labels": ["background", "front", "back"]}
+    settings = planned(fingerprint(24, 24, 24, learnt=learnt))
+    changes = {
+        "size": [24, 24, 24],
+        "network": {"name": "unet", "channels": [8, 16, 32, 64], "norm": "instance"},
+        "optimizer": {"name": "adam", "lr": 0.01},
+    }
+    task = load_task(settings | changes)
+    random = np.random.default_rng(0)
+    images, targets = _volumes_of_two_structures(random)
+    network = initial_network(task, seed=0)
+    loss = build_loss(task)
+    optimizer = build_optimizer(task.optimizer, network.parameters(), "task")
+    for _ in range(150):
+        rows = random.permutation(len(images))[:2]
+        optimizer.zero_grad()
+        loss(network(images[rows]), targets[rows]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        predicted = network(images).argmax(dim=1)
+    for structure in (1, 2):
+        found, true = predicted == structure, targets == structure
+        assert 2 * (found & true).sum() / (found.sum() + true.sum()) > 0.7
+
+
+def _volumes_of_two_structures(random: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smooth noise (12, 1, 24, 24, 24), brighter in an ellipsoid that a plane divides."""
+    images = []
+    targets = []
+    for _ in range(12):
+        centre = random.uniform(9, 14, 3)
+        x, y, z = np.indices((24, 24, 24)) - centre.reshape(3, 1, 1, 1)
+        inside = np.sqrt(x**2 + y**2 / 4 + z**2) < 2.6
+        targets.append(np.where(inside, np.where(y < 0, 1, 2), 0))
+        noise = gaussian_filter(random.standard_normal((24, 24, 24)), 1.5)
+        images.append(noise / noise.std() + inside)
+    return torch.tensor(np.stack(images)[:, None]).float(), torch.tensor(np.stack(targets))
 
 
 def test_fingerprints_that_do_not_fit_are_refused() -> None:

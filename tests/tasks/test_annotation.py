@@ -109,6 +109,7 @@ def test_a_prediction_of_a_structure_that_is_not_annotated_has_no_loss() -> None
         {"name": "ce", "weights": [1, 2, 3]},
         {"name": "dice"},
         {"name": "dice_ce"},
+        {"name": "dice_focal", "include_background": False},
         {"name": "focal", "weights": [1, 2, 3]},
     ],
     ids=str,

@@ -79,6 +79,18 @@ def test_sum_of_dice_and_cross_entropy(make_task: TaskOf) -> None:
     torch.testing.assert_close(both, 0.5 * dice + 2 * entropy)
 
 
+def test_sum_of_dice_and_focal_loss(make_task: TaskOf) -> None:
+    logits = torch.randn(2, 3, 4, 4)
+    targets = torch.randint(0, 3, (2, 4, 4))
+    settings = {"target": "multiclass", "labels": ["background", "disc", "cup"]}
+    structures = {"name": "dice", "batch": True, "include_background": False}
+    dice = build_loss(make_task(**settings, loss=structures))(logits, targets)
+    focal = build_loss(make_task(**settings, loss={"name": "focal", "gamma": 1}))(logits, targets)
+    loss = structures | {"name": "dice_focal", "gamma": 1}
+    both = build_loss(make_task(**settings, loss=loss))(logits, targets)
+    torch.testing.assert_close(both, dice + focal / 3)
+
+
 def test_focal_loss_of_fed_isic_and_of_the_baselines(make_task: TaskOf, golden: Golden) -> None:
     reference = golden("flamby_isic_focal")
     focal = {
@@ -117,7 +129,7 @@ def test_focal_has_a_gradient_where_the_network_is_certain(
 
 
 def test_a_loss_has_a_gradient_on_empty_masks(make_task: TaskOf) -> None:
-    for name in ("dice", "ce", "dice_ce", "focal"):
+    for name in ("dice", "ce", "dice_ce", "dice_focal", "focal"):
         logits = torch.randn(2, 1, 4, 4, requires_grad=True)
         build_loss(make_task(loss={"name": name}))(
             logits, torch.zeros(2, 4, 4, dtype=torch.long)
@@ -164,6 +176,7 @@ LOSS_SETTINGS = [
     {"name": "dice", "batch": True},
     {"name": "dice_ce", "batch": True},
     {"name": "dice_ce", "squared": True},
+    {"name": "dice_focal", "batch": True},
     *({"name": name, "weights": [1.0, 2.0, 5.0]} for name in ("ce", "dice_ce", "focal")),
 ]
 

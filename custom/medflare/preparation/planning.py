@@ -282,7 +282,12 @@ def plan(
         raise ConfigError(f"memory must be above 0 GiB, got {memory:g}")
     settings = _common_settings(sites)
     geometry = _plan_geometry(sites, settings["spatial_dims"], voxels)
-    training = (intensity(sites, modality), _augment(geometry, ordered_axes(sites)), *_TRAINING)
+    training = (
+        intensity(sites, modality),
+        _augment(geometry, ordered_axes(sites)),
+        _loss(settings["target"]),
+        *_TRAINING,
+    )
     settings |= {"name": name or f"{settings['name']}_planned"}
     settings |= chosen_settings((*geometry.choices, *training))
     if memory is None:
@@ -625,12 +630,20 @@ def mirroring(ordered: Sequence[int]) -> str:
     return f"no mirroring along axis {axes}, where one structure lies before another in every image"
 
 
+def _loss(target: str) -> Choice:
+    """Dice of the structures and focal loss: medflare's own rule, nnU-Net has cross entropy.
+
+    With cross entropy, or the background's Dice, a small network answers the background alone for
+    long (docs/benchmarks.md).
+    """
+    loss: Settings = {"name": "dice_focal", "batch": True}
+    if target == "multiclass":
+        loss["include_background"] = False
+    reason = "Dice and focal loss, as structures may be small (medflare's own rule); "
+    return Choice("loss", loss, reason + "Dice pools the batch, as patches may be empty")
+
+
 _TRAINING = (
-    Choice(
-        "loss",
-        {"name": "dice_ce", "batch": True},
-        "Dice and cross entropy, summed; Dice pools the batch, as patches may be empty",
-    ),
     Choice(
         "optimizer",
         {"name": "adam", "lr": 3e-4},

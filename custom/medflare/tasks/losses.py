@@ -258,7 +258,34 @@ class DiceCE(nn.Module):
         return dice + self._ce_weight * self._cross_entropy(logits, targets)
 
 
-LOSSES = {"ce": CrossEntropy, "dice": SoftDice, "dice_ce": DiceCE, "focal": Focal}
+class DiceFocal(nn.Module):
+    """`SoftDice` + focal loss, the mean over the classes (`Focal`: their sum)."""
+
+    def __init__(
+        self,
+        task: TaskConfig,
+        batch: bool = False,
+        squared: bool = False,
+        include_background: bool = True,
+        gamma: float = 2.0,
+    ):
+        super().__init__()
+        self._dice = SoftDice(task, batch, squared, include_background)
+        self._focal = Focal(task, gamma)
+        self._focal_weight = 1 / task.outputs if task.target == "multiclass" else 1.0
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        focal = self._focal_weight * self._focal(logits, targets)
+        return self._dice(logits, targets) + focal
+
+
+LOSSES = {
+    "ce": CrossEntropy,
+    "dice": SoftDice,
+    "dice_ce": DiceCE,
+    "dice_focal": DiceFocal,
+    "focal": Focal,
+}
 EXTENSIONS = Extensions("loss", "losses", lambda: {*LOSSES, *monai_losses()}, check_callable)
 
 
