@@ -93,6 +93,7 @@ def segmentation_ways(proposed: Settings) -> dict[str, Settings]:
         "twice the width": {"network": unet(width * 2)},
         "four times the width": {"network": unet(width * 4)},
         "rate 0.003": {"optimizer": adam(0.003)},
+        "Dice and cross entropy": {"loss": {"name": "dice_ce", "batch": True}},
         "half the size": {
             "image_mode": "resize",
             "size": half,
