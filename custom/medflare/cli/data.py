@@ -107,8 +107,8 @@ def init(
         out: Folder for datalists and hard links to the files (default: FOLDER itself)
         copy: Copy the files instead of links, for another disk
         classes (NAMES): Of all sites, in the order of their numbers (default: those of the images)
-        structure (NAME=OTHER,...): A structure to use, with its other names at sites and its values
-            in masks of several structures; may be repeated
+        structure (NAME=OTHER,...): A structure to use, with its other names at sites, also behind
+            the names of images, and its values in masks of several structures; may be repeated
         threshold (VALUE): Of soft masks; this value and more is the structure
         empty_masks: Images without a mask do not show the structure
         leave_out (NAME): Files or folders that are not read, as mask or '*_old.png'; may be
