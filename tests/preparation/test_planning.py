@@ -313,8 +313,9 @@ def test_a_small_network_finds_small_structures_in_a_few_steps() -> None:
     with torch.no_grad():
         predicted = network(images).argmax(dim=1)
     for structure in (1, 2):
-        found, true = predicted == structure, targets == structure
-        assert 2 * (found & true).sum() / (found.sum() + true.sum()) > 0.7
+        prediction = predicted == structure
+        truth = targets == structure
+        assert 2 * (prediction & truth).sum() / (prediction.sum() + truth.sum()) > 0.7
 
 
 def _volumes_of_two_structures(random: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,14 +54,14 @@ def in_precision(compute: Callable[[Any, Tensor], T]) -> Callable[[Any, Tensor],
     return run
 
 
-_MOST_KEPT = 2**30  # bytes
+_MOST_BYTES = 2**30
 
 
 class FixedFeatures:
     """Features of images, of a body that never changes.
 
     Each image goes through the body once, and alone: last bits depend on the other images of a
-    batch. Features beyond `_MOST_KEPT` are computed anew: D is the lead's choice.
+    batch. Features beyond `_MOST_BYTES` are computed anew: D is the lead's choice.
     """
 
     def __init__(self) -> None:
@@ -73,13 +73,13 @@ class FixedFeatures:
         features = []
         for image in images.split(1):
             key = hashlib.sha256(image.contiguous().numpy()).digest()
-            kept = self._features.get(key)
-            if kept is None:
-                kept = body(image)
-                if self._bytes + kept.nbytes <= _MOST_KEPT:
-                    self._features[key] = kept
-                    self._bytes += kept.nbytes
-            features.append(kept)
+            feature = self._features.get(key)
+            if feature is None:
+                feature = body(image)
+                if self._bytes + feature.nbytes <= _MOST_BYTES:
+                    self._features[key] = feature
+                    self._bytes += feature.nbytes
+            features.append(feature)
         return torch.cat(features)
 
 

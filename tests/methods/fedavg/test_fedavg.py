@@ -164,7 +164,7 @@ def test_a_frozen_body_sees_each_image_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_features_of_any_width_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medflare.networks.features._MOST_KEPT", 2 * 16 * 4)
+    monkeypatch.setattr("medflare.networks.features._MOST_BYTES", 2 * 16 * 4)
     images = torch.rand(5, 1, 4, 4)
     fixed = FixedFeatures()
     calls: list[int] = []

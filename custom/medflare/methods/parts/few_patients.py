@@ -5,7 +5,7 @@ Where images are drawn with replacement, an epoch may have fewer patients.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 
 from torch import Tensor
@@ -55,12 +55,11 @@ class LastBatches:
 
 
 def mean_gradients(
-    batches: Iterable[Batch], gradients_of: Callable[[Batch], Sequence[Tensor]]
+    batches: Collection[Batch], gradients_of: Callable[[Batch], Sequence[Tensor]]
 ) -> list[Tensor]:
     """The mean over the images of all batches of what `gradients_of` a batch returns, a mean over
     its images.
     """
-    batches = list(batches)
     images = sum(len(batch.images) for batch in batches)
     total: list[Tensor] = []
     for batch in batches:

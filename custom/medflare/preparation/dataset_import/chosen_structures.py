@@ -36,6 +36,11 @@ class Structure:
         return {*map(plain_name, (self.name, *self.aliases))}
 
 
+def plain_names(structures: Iterable[Structure]) -> set[str]:
+    """The plain names of all structures."""
+    return set[str]().union(*(structure.names for structure in structures))
+
+
 def parse_structures(texts: Iterable[str]) -> tuple[Structure, ...]:
     """The structures of the option --structure, given once for each; ConfigError for a wrong one.
 

@@ -321,8 +321,11 @@ def _outside_notes(items: Iterable[Item], root: Path) -> tuple[str, ...]:
     if not outside:
         return ()
     first = f"{outside[0].relative_to(root).as_posix()} to {outside[0].resolve()}"
-    found = f"{len(outside)} files are links to files outside of {root}, the first: {first}"
-    return (f"{found}; they are imported, so look whether they may be",)
+    note = (
+        f"{len(outside)} files are links to files outside of {root}, the first: {first}; "
+        "they are imported, so look whether they may be"
+    )
+    return (note,)
 
 
 def _with_splits(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> ImportReport:

@@ -23,6 +23,7 @@ from medflare.preparation.dataset_import.chosen_structures import (
     can_be_written,
     empty_mask,
     path_of_mask,
+    plain_names,
 )
 from medflare.preparation.dataset_import.folders import (
     HEADER,
@@ -544,7 +545,7 @@ def with_masks_of_cases(folder: ImageFolder, structures: Iterable[Structure]) ->
         image = by_case.get((case, of_image), mask)
         if image.parent != mask.parent:
             masks[word].append(mask)
-    named = set[str]().union(*(structure.names for structure in structures))
+    structure_names = plain_names(structures)
     beside = {(image.parent, stem(image)) for image in folder.images}
     with_mask = {(file.parent, name.name) for file, name in folder.names.items() if name.mask}
     of_cases = []
@@ -555,7 +556,7 @@ def with_masks_of_cases(folder: ImageFolder, structures: Iterable[Structure]) ->
             if (image.parent, beginning) in beside:
                 ends.append(name.removeprefix(beginning).strip(" _.-"))
         has_mask = (image.parent, name.lower()) in with_mask
-        if not has_mask and not named.isdisjoint(map(plain_name, ends)):
+        if not has_mask and not structure_names.isdisjoint(map(plain_name, ends)):
             of_cases.append(image)
     for listed in masks.values():
         cases = {mask.parent.parent for mask in listed}

@@ -17,6 +17,7 @@ from medflare.preparation.dataset_import.chosen_structures import (
     empty_mask,
     names_here,
     path_of_mask,
+    plain_names,
     with_names,
 )
 from medflare.preparation.dataset_import.folders import (
@@ -207,9 +208,10 @@ def structure_suffixes(folder: ImageFolder, options: ImportOptions) -> Dataset |
     if without > len(masks_of):
         return None
     names = _structures_of_suffixes(masks_of.values())
-    chosen = set[str]().union(*(structure.names for structure in options.structures))
     whole = {rest: plain_name(rest.strip(" _.-")) for rest in names}
-    if not chosen.isdisjoint(whole.values()):  # left_lung, right_lung beside left, right
+    if not plain_names(options.structures).isdisjoint(
+        whole.values()
+    ):  # left_lung, right_lung beside left, right
         names = whole
     distinct = {*names.values()}
     some_unnamed = len(names) > 1 and "" in distinct
