@@ -38,6 +38,7 @@ def f1_outside(method: str, seed: int, out: Path, **options: Any) -> tuple[float
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_generated_images_keep_their_class_and_move_features_and_help_within_reach(
     tmp_path: Path,
 ) -> None:

@@ -51,6 +51,7 @@ def test_routing_stays_near_the_uniform_mixture_where_experts_agree() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_no_single_expert_is_right_for_images_half_like_one_and_half_like_another() -> None:
     """One start serves all images of a site: routing is near the uniform mixture, and both are wrong
     on half of the images."""

@@ -30,10 +30,8 @@ def f1_of(federation: str, row: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "federation",
-    ["mechanisms/wrong_labels", pytest.param("mechanisms/clean_labels", marks=pytest.mark.weekly)],
-)
+@pytest.mark.weekly
+@pytest.mark.parametrize("federation", ["mechanisms/wrong_labels", "mechanisms/clean_labels"])
 def test_sites_gain_by_the_deputy(federation: str) -> None:
     """The deployed model is the deputy, a model of all sites' images, over training alone with the
     same deputy. PFA costs some of the gain: the plain mean is no worse. The deputy's knowledge
