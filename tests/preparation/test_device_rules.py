@@ -12,10 +12,10 @@ from helpers.downloaded_folders import classes, pairs, picture
 from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
 from medflare.networks.catalogue import initial_network
-from medflare.preparation import proposing, round_time
+from medflare.preparation import device_rules, proposing, round_time
 from medflare.preparation.dataset_import.datalists import import_folder
 from medflare.preparation.dataset_import.options import ImportOptions
-from medflare.preparation.device_rules import local_epochs
+from medflare.preparation.device_rules import local_epochs, turned_a_little
 from medflare.preparation.fingerprint import fingerprints
 from medflare.preparation.learning_rate import usual_rate
 from medflare.preparation.proposing import TaskHints, propose
@@ -147,7 +147,9 @@ def test_a_classification_keeps_to_the_minutes_with_a_smaller_network(
     assert any("more than --minutes" in warning for warning in named.warnings)
 
 
-def test_structures_in_order_are_not_mirrored(tmp_path: Path) -> None:
+def test_structures_in_order_are_not_mirrored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = drawn(tmp_path / "pair", 64, 16)
     for path in (root / "masks").iterdir():
         mask = np.zeros((64, 64), np.uint8)
@@ -159,6 +161,19 @@ def test_structures_in_order_are_not_mirrored(tmp_path: Path) -> None:
         transform["spatial_axis"] for transform in task.augment if transform["name"] == "RandFlip"
     ] == [1]
     assert task.image_mode == "resize", "their place tells them apart"
+    (affine,) = [step for step in task.augment if step["name"] == "RandAffine"]
+    assert affine["prob"] == 0.5 and affine["rotate_range"] == [0.26], "fifteen degrees"
+    monkeypatch.setattr(device_rules, "_STEPS", 1)
+    names = [step["name"] for step in proposed(root).augment]
+    assert "RandAffine" not in names, "a round does not repeat images"
+
+
+def test_volumes_with_coarse_slices_are_turned_in_their_plane() -> None:
+    affine = {"name": "RandAffine", "prob": 0.2, "rotate_range": [0.0, 0.0, 3.1416]}
+    affine["scale_range"] = [[-0.3, 0.4]] * 3
+    turned = turned_a_little([{"name": "RandGaussianSmooth", "prob": 0.2}, affine])
+    assert turned["rotate_range"] == [0.0, 0.0, 0.26]
+    assert turned["scale_range"] == [0.15, 0.15, 0.15]
 
 
 def test_a_round_is_the_steps_of_all_sites(tmp_path: Path) -> None:

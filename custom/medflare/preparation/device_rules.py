@@ -28,8 +28,7 @@ _BATCHES = {2: 8, 3: 4}  # at most
 _PATCH_BATCH = 4
 _PATCH_SIDES = {2: (128, 96, 64), 3: (48, 32)}
 _MAX_PATCHES = {2: 4, 3: 2}  # of an image in an epoch
-# nnU-Net's changes of intensity that cost a CPU little; its rotations and blurs cost more than they
-# give in a short run.
+# nnU-Net's transforms that cost a CPU little; its blurs cost more than they give in a short run.
 _CHEAP = (
     "RandGaussianNoise",
     "RandScaleIntensity",
@@ -39,6 +38,11 @@ _CHEAP = (
 )
 _STEPS = 25  # of a round at the median site
 _MAX_EPOCHS = 10
+_MANY_EPOCHS = 3  # of a round, from which whole images are turned and scaled
+# nnU-Net turns and scales a fifth of the images, by up to twice as much.
+_TURNED = 0.5
+_LARGEST_ANGLE = 0.26
+_LARGEST_SCALE = 0.15
 
 
 def small_segmentation(settings: Settings, stopwatch: Stopwatch) -> tuple[Choice, ...]:
@@ -62,17 +66,19 @@ def small_segmentation(settings: Settings, stopwatch: Stopwatch) -> tuple[Choice
     )
     network = Choice("network", small_unet(), f"a U-Net of {_LEVELS} levels that a CPU can train")
     ordered = ordered_axes(sites)
-    augment = Choice(
-        "augment",
-        [transform for transform in settings["augment"] if transform["name"] in _CHEAP],
-        f"{mirroring(ordered)}; nnU-Net's changes of intensity, without what costs a CPU much",
-    )
+    cheap = [transform for transform in settings["augment"] if transform["name"] in _CHEAP]
+    reason = f"{mirroring(ordered)}; nnU-Net's changes of intensity, without what costs a CPU much"
+    augment = Choice("augment", cheap, reason)
     common = settings | chosen_settings((network, batch, augment))
     detail = _detail(sites)
     wanted = _wanted_side(median_size(sites), detail)
     if wanted <= _WHOLE[dims] or ordered:
         mode, size = _resized(common, stopwatch, wanted)
         if ordered or detail.get(max(size.value), 1.0) >= _LEAST_DETAIL:
+            if _usual_epochs(sites, batch.value) >= _MANY_EPOCHS:
+                turned = [turned_a_little(settings["augment"]), *cheap]
+                reason = f"turned and scaled a little, as images are few; {reason}"
+                augment = Choice("augment", turned, reason)
             return (mode, size, augment, network, batch)
     reason = "patches of a step; small batches give more steps"
     patch_batch = Choice("batch_size", _PATCH_BATCH, reason)
@@ -81,6 +87,18 @@ def small_segmentation(settings: Settings, stopwatch: Stopwatch) -> tuple[Choice
         return (*patches, augment, network, patch_batch)
     mode, size = _resized(common, stopwatch, min(wanted, _WHOLE[dims]))
     return (mode, size, augment, network, batch)
+
+
+def turned_a_little(augment: Sequence[Settings]) -> Settings:
+    """nnU-Net's RandAffine with smaller rotations and scalings of more images."""
+    (affine,) = (transform for transform in augment if transform["name"] == "RandAffine")
+    smaller = {
+        "prob": _TURNED,
+        "rotate_range": [min(angle, _LARGEST_ANGLE) for angle in affine["rotate_range"]],
+        "scale_range": [_LARGEST_SCALE] * len(affine["scale_range"]),
+        "padding_mode": "border",
+    }
+    return affine | smaller
 
 
 def _wanted_side(median: Sequence[float], detail: dict[int, float]) -> int:
@@ -181,9 +199,8 @@ def picture_size(settings: Settings, stopwatch: Stopwatch, step: int) -> Choice 
 
 def local_epochs(task: TaskConfig, stopwatch: Stopwatch, seconds: float) -> Choice:
     """Local epochs; `seconds` of a round with one."""
-    images = statistics.median_high(site.images for site in stopwatch.sites)
-    steps = max(1, images * task.patches_per_image // task.batch_size)
-    wanted = min(_MAX_EPOCHS, math.ceil(_STEPS / steps))
+    images = _median_images(stopwatch.sites)
+    wanted = _usual_epochs(stopwatch.sites, task.batch_size, task.patches_per_image)
     epochs = wanted
     if not keeps_features(task, stopwatch.device):
         epochs = max(1, min(wanted, int(stopwatch.limit / seconds)))
@@ -191,3 +208,13 @@ def local_epochs(task: TaskConfig, stopwatch: Stopwatch, seconds: float) -> Choi
     if epochs < wanted:
         reason += f", as far as {format_seconds(stopwatch.limit)} of a round allow"
     return Choice("local_epochs", epochs, reason)
+
+
+def _usual_epochs(sites: Fingerprints, batch_size: int, patches_per_image: int = 1) -> int:
+    """Local epochs of about `_STEPS` steps at the median site."""
+    steps = max(1, _median_images(sites) * patches_per_image // batch_size)
+    return min(_MAX_EPOCHS, math.ceil(_STEPS / steps))
+
+
+def _median_images(sites: Fingerprints) -> int:
+    return statistics.median_high(site.images for site in sites)
