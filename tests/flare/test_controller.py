@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_constant import ReservedKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.shareable import Shareable
@@ -223,6 +223,29 @@ def test_a_completed_job_leaves_no_checkpoint_of_itself_or_of_the_one_that_it_re
         left.append(({path.name for path in kept.iterdir()} - {"another"}, server.panics))
     assert left == [({"one"}, ["the machine is full"]), (set(), [])]
     assert (kept / "another").exists(), "of a job that nobody has resumed yet"
+
+
+def test_a_lead_resumes_no_job_of_another_lead(
+    task: TaskConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would get its models, and by the differences that are named all its settings."""
+    sites = in_this_process(get_method("fedavg"), task, {}, 0)()
+    monkeypatch.setattr(
+        "medflare.flare.task_exchange.TaskExchange", lambda *arguments, **options: sites
+    )
+    reasons = []
+    for job, resume, lead, rounds in (
+        ("one", "", "ana@a.org", 4),
+        ("two", "one", "ben@b.org", 4),
+        ("three", "one", "ben@b.org", 5),
+        ("four", "one", "ana@a.org", 4),
+    ):
+        server = Server(tmp_path, Failing(fails=job == "one"), task, job)
+        server.properties[ReservedKey.JOB_META] = {"submitter_name": lead}
+        server.run(MedflareController(rounds=rounds, seed=0, resume=resume))
+        reasons += server.panics
+    refusal = "the checkpoint of {} has lead = 'ana@a.org', this run 'ben@b.org'; use the same"
+    assert reasons == ["the machine is full", refusal.format("two"), refusal.format("three")]
 
 
 # -- the aggregator of a job ------------------------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ class Run:
         say: called with progress lines.
         observe: called after every step.
         track: see `tracking.check_track`.
+        lead: who submitted the job; nobody else may resume it. "" if not under FLARE.
     """
 
     method: Method
@@ -76,6 +77,7 @@ class Run:
     say: Say = lambda line: None
     observe: Callable[[StepReport], None] = lambda report: None
     track: str | None = None
+    lead: str = ""
     events: EventLog = field(default_factory=EventLog)
     outcome: Outcome = field(default_factory=Outcome)
 
@@ -215,6 +217,8 @@ class Run:
         for name, value in self.settings.to_dict().items():
             if name not in (*WAITS, "resume"):
                 plan[name] = value
+        if self.lead:  # first, as a difference is told with its value
+            plan = {"lead": self.lead, **plan}
         versions = versions_of_run(self.method.name, self.task, hyper)
         return Checkpoint(self.checkpoints or self.folder, plan, versions)
 

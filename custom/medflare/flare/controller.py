@@ -39,7 +39,7 @@ from medflare.flare.flare_patches import (
     share_cleanup_thread,
     survive_resends,
 )
-from medflare.flare.job_policy import authorize, settings_of, task_content
+from medflare.flare.job_policy import authorize, lead_of, settings_of, task_content
 from medflare.flare.liveness import ALIVE, LONG_POLL, WORK
 from medflare.flare.names import NO_TABLE, TASK_FILE
 from medflare.flare.participants import checked_job_id
@@ -239,6 +239,7 @@ class MedflareController(Controller):
             engine="flare",
             say=self._progress.say,
             track=self._track(fl_ctx),
+            lead=lead_of(fl_ctx),
             events=self._events,
         )
 

@@ -32,6 +32,7 @@ from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, JobConstants, SiteType, WorkspaceConstants
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.fl_exception import UnsafeComponentError
+from nvflare.apis.job_def import JobMetaKey
 from nvflare.apis.workspace import Workspace
 from nvflare.fuel.sec.audit import Auditor
 from nvflare.fuel.utils.class_loader import load_class
@@ -222,6 +223,13 @@ def brings_code(fl_ctx: FLContext) -> bool:
     """
     meta = fl_ctx.get_prop(FLContextKey.JOB_META)
     return isinstance(meta, Mapping) and bool(meta.get(AppValidationKey.BYOC))
+
+
+def lead_of(fl_ctx: FLContext) -> str:
+    """Who submitted the job, as FLARE's server notes it; "" in the simulator."""
+    meta = fl_ctx.get_prop(FLContextKey.JOB_META)
+    name = meta.get(JobMetaKey.SUBMITTER_NAME.value) if isinstance(meta, Mapping) else None
+    return str(name or "")
 
 
 def _require_trust_of_party(what: str, module: str, fl_ctx: FLContext) -> None:
