@@ -417,3 +417,33 @@ def test_a_method_is_within_the_bounds_of_a_site(
             squares.enrol(participant)
     else:
         squares.enrol(participant)
+
+
+@pytest.mark.parametrize(
+    ("method", "hyper", "refused"),
+    [
+        ("fedprox", {"mu": 1.0}, False),
+        ("fedprox", {"mu": 1e6}, True),
+        ("feddyn", {"alpha": 1e6}, True),
+    ],
+)
+def test_a_proximal_term_does_not_make_a_model_of_one_step(
+    method: str, hyper: dict[str, Any], refused: bool
+) -> None:
+    local = LocalSettings(minimum_patients=5)
+    participant = squares.participant(squares.site("A"), method, hyper, local=local)
+    if refused:
+        with pytest.raises(ConfigError, match="proximal term"):
+            squares.enrol(participant)
+    else:
+        squares.enrol(participant)
+
+
+def test_a_server_cannot_ask_for_a_proximal_term_that_makes_a_model_of_one_step() -> None:
+    local = LocalSettings(minimum_patients=5)
+    participant = squares.participant(squares.site("A"), "fedmtl", {}, local=local)
+    squares.enrol(participant)
+    states = {"model": squares.site("A").network().state_dict()}
+    incoming = Message(states, {"step": 0, "run_rounds": 1, "strength": 1e6})
+    with pytest.raises(ConfigError, match="proximal term"):
+        participant.reply("train", 0, incoming)

@@ -114,6 +114,8 @@ def test_usual_weights_for_a_rare_class_are_allowed(task: TaskConfig) -> None:
         {"name": "RMSprop", "momentum": 1000.0},
         # The 54th step is the first that is not as short as the gradient.
         {"name": "RAdam", "betas": [0.0, 0.6666666685254268], "eps": 1e-30},
+        # Each step is as long as all before it, times ten thousand.
+        {"name": "Rprop", "etas": [0.5, 1e4], "step_sizes": [1e-30, 1e30]},
     ],
 )
 def test_an_optimizer_does_not_make_a_model_of_one_step(arguments: dict[str, Any]) -> None:
@@ -136,6 +138,15 @@ def test_steps_of_equal_weight() -> None:
     assert (
         weighty_steps(replace(TASK, optimizer={"name": "sgd", "lr": 1, "momentum": 1e300}), 10) == 0
     )
+
+
+@pytest.mark.parametrize(("pull", "few"), [(0.0, False), (1.0, False), (50.0, True), (100.0, True)])
+def test_a_pull_to_an_earlier_model_does_not_make_a_model_of_one_step(
+    pull: float, few: bool
+) -> None:
+    """With a strength of 1 / lr, 100, a model is the earlier one and its last step."""
+    task = replace(TASK, optimizer={"name": "sgd", "lr": 0.01}, batch_size=1)
+    assert (weighty_steps(task, 10, pull) < 5) == few
 
 
 ATTACKS: dict[str, tuple[str, list[str], dict[str, Any]]] = {

@@ -6,6 +6,7 @@ Enroll, reply to steps, store its state, evaluate the final models.
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -261,10 +262,11 @@ class Participant:
                 )
         return reply
 
-    def _check_selection(self, site: Site, record: DataRecord | None) -> None:
-        bounds = self.local.bounds
+    def _check_selection(self, site: Site, hyper: Any, record: DataRecord | None) -> None:
+        minimum = site.minimum_patients
+        pull = self.method.site_class.pull(hyper)
         try:
-            check_used_images(self.name, site.task, site.data, site.minimum_patients, bounds)
+            check_used_images(self.name, site.task, site.data, minimum, self.local.bounds, pull)
         except ConfigError:
             if record is not None:
                 record.note_refusal()
@@ -312,7 +314,7 @@ class Participant:
             record.fix_used_images(site)
         same_size = record is None or record.note_enrolment(site.task)
         if role == "inside" and trains:
-            self._check_selection(site, record)
+            self._check_selection(site, plan.site_hyper, record)
         if trains and self.local.keep == "personal" and role == "outside":
             raise ConfigError(
                 f"site {self.name}: keep in its {PLACE} is 'personal', "

@@ -308,6 +308,15 @@ class SiteAlgorithm(ABC, Generic[S]):
         return cls.uses_features
 
     @classmethod
+    def pull(cls, hyper: S) -> float:
+        """The strength λ of a term λ (θ - w) to an earlier model w in the gradient of a model that
+        leaves the site.
+
+        Sites with `minimum_patients` bound it: with λ = 1 / lr a model is its last step's.
+        """
+        return 0.0
+
+    @classmethod
     def phase(cls, name: str) -> Phase:
         """The declaration of a phase; ConfigError if there is none."""
         if name not in cls.phases:

@@ -34,6 +34,7 @@ _AUGMENTED = 200  # patients whose images are augmented, to see what is left of 
 _LEAST_DRAWS = 50  # augmented images, of few patients several of each
 _LONGEST = 128  # steps that are tried; RAdam's first long step is among the first hundred
 _GRADIENTS = (1.0, 1e-9)  # that are tried
+_ALIKE = 10  # steps with one gradient, half of which must have most of the way
 _LEAST_CONTRAST = 0.1  # of the patient with the most; 0.99 of the patients of real sites have it
 _LEAST_OF_CHANNEL = 0.01  # the same in one channel; one of a photograph may be saturated
 
@@ -78,9 +79,17 @@ def check_method_bounds(site: str, hyper: Any, replies: Iterable[Manifest], boun
 
 
 def check_used_images(
-    site: str, task: TaskConfig, data: SiteData, minimum_patients: int, bounds: Bounds
+    site: str,
+    task: TaskConfig,
+    data: SiteData,
+    minimum_patients: int,
+    bounds: Bounds,
+    pull: float = 0.0,
 ) -> None:
     """Compare what a task selects of a site's images with what the site demands.
+
+    Args:
+        pull: see `SiteAlgorithm.pull`.
 
     Raises:
         ConfigError: the task leaves out more images, or trains on fewer patients. The error has no
@@ -97,16 +106,28 @@ def check_used_images(
     patients = len(set(data.train.patients))
     enough = patients >= minimum_patients
     if enough and minimum_patients > 1:
-        # A step may be of one image, the last of an epoch, whatever the task's batches.
-        in_steps = weighty_steps(task, 2 * minimum_patients)
-        weighty = min(weighty_patients(task, data, minimum_patients), in_steps)
+        weighty = weighty_patients(task, data, minimum_patients)
         enough = weighty >= _most_of(minimum_patients)
     if not enough:
-        raise ConfigError(
-            f"site {site} does not train, and sends no model: with this task's classes, loss, "
-            "weights and optimizer, training is on fewer patients than its minimum_patients "
-            f"({minimum_patients})"
-        )
+        raise _few_patients(site, minimum_patients)
+    check_steps(site, task, minimum_patients, pull)
+
+
+def check_steps(site: str, task: TaskConfig, minimum_patients: int, pull: float) -> None:
+    """Raise ConfigError if the model is mostly that of few steps, see `weighty_steps`."""
+    if minimum_patients < 2:
+        return
+    # A step may be of one image, the last of an epoch, whatever the task's batches.
+    if weighty_steps(task, 2 * minimum_patients, pull) < _most_of(minimum_patients):
+        raise _few_patients(site, minimum_patients)
+
+
+def _few_patients(site: str, minimum_patients: int) -> ConfigError:
+    return ConfigError(
+        f"site {site} does not train, and sends no model: with this task's classes, loss, "
+        "weights and optimizer, or the method's weight of a proximal term, training is on fewer "
+        f"patients than its minimum_patients ({minimum_patients})"
+    )
 
 
 def check_contrast(site: Site) -> None:
@@ -242,36 +263,45 @@ def weighty_patients(task: TaskConfig, data: SiteData, minimum_patients: int) ->
     return min((_weighty(_means(column, patients)) for column in used), default=0)
 
 
-def weighty_steps(task: TaskConfig, steps: int) -> int:
+def weighty_steps(task: TaskConfig, steps: int, pull: float = 0.0) -> int:
     """The smallest number of steps of the task's optimizer that have 0.9 of the change of the model
     after so many steps or more.
 
     Each step has a gradient in a coordinate of its own, and changes this one. Of the optimizers of
     torch with their usual arguments half the steps or more; one with `dampening=1` of SGD, where
     the first step's gradient alone counts, or with a weight decay of 1 / lr, where the last does.
-    RAdam's steps are as long as gradients, which may be tiny, until one that its beta2 chooses.
+    RAdam's steps are as long as gradients, which may be tiny, until one that its beta2 chooses;
+    Rprop's grow by a factor of its etas while gradients are alike.
+
+    Args:
+        pull: see `SiteAlgorithm.pull`; it acts as a weight decay does.
     """
-    if task.optimizer["lr"] * task.optimizer.get("weight_decay", 0.0) >= 1:
+    if task.optimizer["lr"] * (task.optimizer.get("weight_decay", 0.0) + pull) >= 1:
         return 0  # with the schedule's factor it may be 1 in some round
+    alike = _after_steps(task, torch.ones(_ALIKE, 1, dtype=torch.float64))
+    lengths = alike.diff(dim=0, prepend=torch.zeros_like(alike[:1])).abs().flatten()
+    if _weighty(lengths.tolist()) < _ALIKE / 2:
+        return 0
     longest = max(steps, _LONGEST)
     counts = []
-    for size in _GRADIENTS:
+    # A tiny gradient would be nothing beside a pull.
+    for size in _GRADIENTS if not pull else _GRADIENTS[:1]:
         gradients = size * torch.eye(longest, dtype=torch.float64)
-        changes = _after_steps(task, gradients) - _after_steps(task, 0 * gradients)
+        changes = _after_steps(task, gradients, pull) - _after_steps(task, 0 * gradients)
         for done in range(steps, longest + 1):
             counts.append(_weighty(changes[done - 1, :done].abs().tolist()))
     return min(counts)
 
 
-def _after_steps(task: TaskConfig, gradients: Tensor) -> Tensor:
+def _after_steps(task: TaskConfig, gradients: Tensor, pull: float = 0.0) -> Tensor:
     """The weights (steps, K), at first zero, after each step of the task's optimizer with a row of
-    `gradients` (steps, K).
+    `gradients` (steps, K), and with the pull to zero.
     """
     weights = torch.nn.Parameter(torch.zeros_like(gradients[0]))
     optimizer = build_optimizer(task.optimizer, [weights], f"task {task.name}")
     after = []
     for gradient in gradients:
-        weights.grad = gradient.clone()
+        weights.grad = gradient + pull * weights.detach()
         optimizer.step()
         after.append(weights.detach().clone())
     return torch.stack(after)

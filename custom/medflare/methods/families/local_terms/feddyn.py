@@ -63,6 +63,10 @@ class FedDynSite(CountedSite[FedDynHyper]):
         self.remember_update(round, difference(trained, incoming[MODEL]))
         return reply
 
+    @classmethod
+    def pull(cls, hyper: FedDynHyper) -> float:
+        return hyper.alpha
+
     def round_hook(self, model: FeatureNetwork, round: int) -> Hook:
         """Adds the regularizer's gradient; the loss that is reported is the task's.
 

@@ -34,6 +34,10 @@ class FedProxHyper(FedAvgSiteHyper):
 class FedProxSite(FedAvgSite[FedProxHyper]):
     """FedAvg's site algorithm with a proximal term to the round's global model."""
 
+    @classmethod
+    def pull(cls, hyper: FedProxHyper) -> float:
+        return hyper.mu
+
     def round_hook(self, model: FeatureNetwork, round: int) -> Hook:
         """Adds μ (w - w_g) to the gradients; the loss that is reported is the task's."""
         return proximal_term(model, model.state_dict(), self.hyper.mu)

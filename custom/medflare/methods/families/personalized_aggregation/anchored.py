@@ -67,6 +67,7 @@ from medflare.methods.families.personalized_aggregation.personalized import (
     PersonalizedSite,
 )
 from medflare.methods.families.server_rules.rule import inner_products
+from medflare.training.site_rules import check_steps
 
 Anchors: TypeAlias = tuple[States, float]  # by site, and the strength of the proximal term
 ANCHOR = TensorSpec("anchor", optional=True)  # absent before the site's first update
@@ -90,6 +91,8 @@ class AnchoredSite(PersonalizedSite[FedAvgSiteHyper]):
         personal = incoming[MODEL]
         value = self.selection.validated(round, personal)
         anchor = incoming.get(ANCHOR) or personal
+        site = self.site
+        check_steps(site.name, site.task, site.minimum_patients, incoming[STRENGTH])
         model = self.network("model", anchor if self.starts_at_anchor else personal)
         proximal = proximal_term(model, anchor, incoming[STRENGTH])
         loss = self.train_model(model, round, "model", proximal)
