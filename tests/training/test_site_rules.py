@@ -1,5 +1,6 @@
 """What a site demands before it trains, whatever classes, images and weights the lead chooses."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from medflare.training.site_rules import (
     check_contrast,
     check_inside_sites,
     check_used_images,
+    weighty_batches,
     weighty_patients,
     weighty_steps,
 )
@@ -147,6 +149,31 @@ def test_a_pull_to_an_earlier_model_does_not_make_a_model_of_one_step(
     """With a strength of 1 / lr, 100, a model is the earlier one and its last step."""
     task = replace(TASK, optimizer={"name": "sgd", "lr": 0.01}, batch_size=1)
     assert (weighty_steps(task, 10, pull) < 5) == few
+
+
+@pytest.mark.parametrize(
+    ("norm", "few"),
+    [
+        (["batch", {"momentum": 1.0}], True),
+        (["batch", {"momentum": 0.6}], True),
+        (["instance", {"momentum": 1.0, "track_running_stats": True}], True),
+        (["batch", {"momentum": None}], False),
+        ("batch", False),
+        ("instance", False),
+    ],
+)
+def test_running_statistics_that_leave_are_not_of_one_batch(norm: Any, few: bool) -> None:
+    network = {
+        "name": "Classifier",
+        "channels": [4, 4],
+        "strides": [2, 2],
+        "num_res_units": 0,
+        "norm": norm,
+    }
+    task = replace(TASK, network=network, batch_size=1)
+    assert bool(problem(site_of([0, 1, 2] * 10, task))) == few
+    usual = replace(task, network={**network, "norm": "batch"})
+    assert weighty_batches(usual) == math.inf, "also for more patients than batches"
 
 
 ATTACKS: dict[str, tuple[str, list[str], dict[str, Any]]] = {

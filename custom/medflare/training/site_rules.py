@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from medflare.core.errors import ConfigError
 from medflare.core.specs import Manifest
@@ -23,6 +24,7 @@ from medflare.data.datalist import SPLITS
 from medflare.data.loading import Batch, SiteData
 from medflare.data.local import PLACE, Bounds
 from medflare.data.transforms import resized
+from medflare.networks.catalogue import meta_network
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.loss_weights import image_weights, loss_weights
 from medflare.tasks.optimizers import build_optimizer
@@ -34,6 +36,7 @@ _AUGMENTED = 200  # patients whose images are augmented, to see what is left of 
 _LEAST_DRAWS = 50  # augmented images, of few patients several of each
 _LONGEST = 128  # steps that are tried; RAdam's first long step is among the first hundred
 _GRADIENTS = (1.0, 1e-9)  # that are tried
+_USUAL_MOMENTUM = 0.1  # of running statistics
 _ALIKE = 10  # steps with one gradient, half of which must have most of the way
 _LEAST_CONTRAST = 0.1  # of the patient with the most; 0.99 of the patients of real sites have it
 _LEAST_OF_CHANNEL = 0.01  # the same in one channel; one of a photograph may be saturated
@@ -114,19 +117,21 @@ def check_used_images(
 
 
 def check_steps(site: str, task: TaskConfig, minimum_patients: int, pull: float) -> None:
-    """Raise ConfigError if the model is mostly that of few steps, see `weighty_steps`."""
+    """Raise ConfigError if the model, or a running statistic in it, is mostly that of few steps."""
     if minimum_patients < 2:
         return
     # A step may be of one image, the last of an epoch, whatever the task's batches.
-    if weighty_steps(task, 2 * minimum_patients, pull) < _most_of(minimum_patients):
+    steps = weighty_steps(task, 2 * minimum_patients, pull)
+    if min(steps, weighty_batches(task)) < _most_of(minimum_patients):
         raise _few_patients(site, minimum_patients)
 
 
 def _few_patients(site: str, minimum_patients: int) -> ConfigError:
     return ConfigError(
         f"site {site} does not train, and sends no model: with this task's classes, loss, "
-        "weights and optimizer, or the method's weight of a proximal term, training is on fewer "
-        f"patients than its minimum_patients ({minimum_patients})"
+        "weights and optimizer, the network's momentum of running statistics, or the method's "
+        "weight of a proximal term, training is on fewer patients than its minimum_patients "
+        f"({minimum_patients})"
     )
 
 
@@ -290,6 +295,21 @@ def weighty_steps(task: TaskConfig, steps: int, pull: float = 0.0) -> int:
         changes = _after_steps(task, gradients, pull) - _after_steps(task, 0 * gradients)
         for done in range(steps, longest + 1):
             counts.append(_weighty(changes[done - 1, :done].abs().tolist()))
+    return min(counts)
+
+
+def weighty_batches(task: TaskConfig) -> float:
+    """The smallest number of batches that have 0.9 of a running statistic of the network, which
+    leaves the site with the model; infinite with momenta up to the usual one.
+    """
+    counts = [math.inf]
+    for layer in meta_network(task).modules():
+        if isinstance(layer, _NormBase) and layer.track_running_stats:
+            momentum: Any = layer.momentum or 0.0  # None: the mean of all batches
+            if momentum >= 1:
+                counts.append(1)
+            elif momentum > _USUAL_MOMENTUM:
+                counts.append(math.ceil(math.log(1 - _MOST, 1 - momentum)))
     return min(counts)
 
 
