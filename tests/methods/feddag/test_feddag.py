@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from medflare.core.errors import ConfigError
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
@@ -60,6 +61,26 @@ class TestSite:
         assert squares.equal(
             weights(generation.teacher), first if distribution == "type3" else shared
         )
+
+    @pytest.mark.parametrize(
+        ("minimum", "ema", "refused"),
+        [(3, 0.01, True), (3, 0.9, False), (3, 0.0, False), (0, 0.01, False)],
+    )
+    def test_student_and_teacher_do_not_differ_by_the_steps_of_few_patients(
+        self, minimum: int, ema: float, refused: bool
+    ) -> None:
+        """In batches of one image, the last patient's picture could be computed from both."""
+        task = squares.task(batch_size=1)
+        algorithm = squares.algorithm(
+            feddag_site.FedDAGSite, "A", task, ndag=False, distribution="type2", ema=ema
+        )
+        algorithm.site.minimum_patients = minimum
+        incoming = Message({"model": squares.start(task)})
+        if refused:
+            with pytest.raises(ConfigError, match="ema"):
+                algorithm.perform("train", 0, incoming)
+        else:
+            algorithm.perform("train", 0, incoming)
 
     def test_pictures(self) -> None:
         algorithm = squares.algorithm(feddag_site.FedDAGSite)

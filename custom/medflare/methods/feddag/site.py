@@ -20,6 +20,7 @@ from medflare.data.loading import Batch
 from medflare.methods import (
     MEASURED,
     MODEL,
+    ConfigError,
     FeatureNetwork,
     FedAvgSite,
     FedAvgSiteHyper,
@@ -206,6 +207,7 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         if self.hyper.ndag:
             reply[GENERATOR] = copied_state(generation.generator)
         if self.hyper.distribution == "type2":
+            self._check_difference(decay, last)
             reply[STUDENT] = copied_state(generation.student)
         self.add_perturbed(round, reply)
         return reply
@@ -216,6 +218,20 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
             return self.hyper.ema
         batches = math.ceil(samples_of_pass(self.site) / self.site.batch_size)
         return round_decay(max(1, self.site.task.local_epochs * batches))
+
+    def _check_difference(self, decay: float, last: LastBatches) -> None:
+        """Raise ConfigError if student and teacher, which both leave the site, differ mostly by the
+        last steps, of fewer patients than its `minimum_patients`.
+        """
+        if self.minimum_patients < 2 or decay in (0, 1):
+            return
+        batches = math.ceil(math.log(0.1) / math.log(decay))  # with 0.9 of the difference
+        if batches < len(last.batches):
+            raise ConfigError(
+                f"site {self.site.name} sends no model: with distribution=type2 student and "
+                "teacher leave it, whose difference is the last steps', on fewer patients than its "
+                f"minimum_patients ({self.minimum_patients}); take a larger ema, or type3"
+            )
 
     def _generation(self, incoming: Message) -> "AdversarialGeneration":
         """Student, teacher and generator at the start of a round (Sec. III-D).
