@@ -19,8 +19,9 @@ from medflare.methods import catalogue
 from medflare.methods.aggregation import WeightedMean
 from medflare.methods.base import Step
 from medflare.methods.fedavg.server import FedAvgServer
-from medflare.methods.fedavg.site import FedAvgSite, FedAvgSiteHyper
+from medflare.methods.fedavg.site import MODEL, FedAvgSite, FedAvgSiteHyper
 from medflare.methods.method import Method
+from medflare.methods.parts.measured import VALIDATION
 from medflare.tasks.config import load_task
 
 TASK = load_task(
@@ -142,6 +143,18 @@ class DeafServer(FedAvgServer[Any]):
             reply[TensorSpec("styles")]
 
 
+class ShapeServer(FedAvgServer[Any]):
+    """Sends the shapes of a network without its weights."""
+
+    def configure_final(self, site: str) -> Message:
+        return Message.of({MODEL: self.context.plan.template()})
+
+
+class IdleServer(FedAvgServer[Any]):
+    def steps(self) -> list[Step]:  # type: ignore[return]
+        super().steps()
+
+
 class SilentServer(FedAvgServer[Any]):
     def configure_final(self, site: str) -> Message:
         return Message()
@@ -177,6 +190,13 @@ class ForgetfulSite(FedAvgSite[Any]):
         super().finalize(incoming)
 
 
+class StateSite(FedAvgSite[Any]):
+    """Its final models are states."""
+
+    def finalize(self, incoming: Message) -> dict[str, Any]:
+        return dict.fromkeys(("global", "personal", "deployed"), incoming[MODEL])
+
+
 class ForgetfulServer(FedAvgServer[Any]):
     def configure_final(self, site: str) -> Message:  # type: ignore[return]
         super().configure_final(site)
@@ -201,7 +221,9 @@ del UndeclaredSite.phases["finalize"]
         (WideSite, FedAvgServer, "site algorithm: share: Input should be less than .* 1, got 2"),
         (FedAvgSite, StyleServer, "no phase 'styles'"),
         (FedAvgSite, DeafServer, "needs 'styles'"),
+        (FedAvgSite, IdleServer, r"its steps\(\) returns None; return a list with a Step"),
         (FedAvgSite, SilentServer, "final models: missing entry 'model'"),
+        (FedAvgSite, ShapeServer, "final models: model/.* is not a .* in memory .*, meta, "),
         (UndeclaredSite, FedAvgServer, "final models: unexpected entry 'model'"),
         (UndeclaredSite, SilentServer, "no model 'deployed', it makes none"),
         (
@@ -209,6 +231,7 @@ del UndeclaredSite.phases["finalize"]
             FedAvgServer,
             "its finalize returns a NoneType; return a dict of role to Message",
         ),
+        (StateSite, FedAvgServer, "finalize makes 'global' a dict; make it by trained_model"),
         (
             FedAvgSite,
             ForgetfulServer,
@@ -233,6 +256,19 @@ def test_a_slip_is_named_before_an_image_is_read(site: Any, server: Any, named: 
 
     with pytest.raises(ConfigError, match=named):
         run_local(method, TASK, 2, rounds=1, seed=0, opener=opener)
+
+
+class MetricServer(FedAvgServer[Any]):
+    """Reads the metric that every reply of FedAvg's site algorithm holds."""
+
+    def aggregate_models(self, step: Step, replies: Any) -> None:
+        assert {reply[VALIDATION]["global"] for reply in replies.values()} == {None}
+        super().aggregate_models(step, replies)
+
+
+def test_replies_of_zeros_have_a_metric_of_every_model() -> None:
+    method = Method("reader", "Reads metrics", "unpublished", FedAvgSite, MetricServer)
+    check_run(method, TASK, {}, RunSettings(rounds=2, seed=0))
 
 
 class LateStyleServer(FedAvgServer[Any]):

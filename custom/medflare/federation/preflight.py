@@ -3,6 +3,7 @@
 Settings that a method cannot have, and two algorithms whose messages do not match.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from traceback import walk_tb
 from typing import Any
@@ -15,7 +16,7 @@ from medflare.core.message import Message
 from medflare.core.phases import Phase
 from medflare.core.text import Json
 from medflare.data.loading import SiteData, Split
-from medflare.federation.protocol import request_problem
+from medflare.federation.protocol import request_problem, state_problem
 from medflare.federation.settings import FINALIZE, RunSettings
 from medflare.federation.step_errors import described
 from medflare.methods.base import Plan, ServerAlgorithm, ServerContext, Step
@@ -96,7 +97,10 @@ def _dry_run(method: Method, plan: Plan, rounds: int, outside: Sequence[str], ad
     counts = {"n": {"train": 1, "validation": 1, "test": 1}, "class_counts": []}
     context.site_counts |= dict.fromkeys(_SITES, counts)
     first_steps: dict[str, Step] = {}
-    for step in server.steps():
+    steps = server.steps()
+    if not steps:
+        raise _Mismatch(f"its steps() returns {steps!r}; return a list with a Step")
+    for step in steps:
         first_steps.setdefault(step.phase, step)
     for step in first_steps.values():
         if step.phase not in phases:
@@ -119,7 +123,7 @@ def _check_request(phase: Phase, plan: Plan, request: Any, what: str) -> None:
     """The server's message has to be as its phase declares it."""
     problem: str | None = f"it is a {type(request).__name__}; return a Message"
     if isinstance(request, Message):
-        problem = request_problem(phase, plan, request)
+        problem = state_problem(request.states) or request_problem(phase, plan, request)
     if problem:
         raise _Mismatch(f"the server's message {what}: {problem}")
 
@@ -159,6 +163,10 @@ def _check_roles(method: Method, plan: Plan, last: Sequence[Message], adapt: str
     if not isinstance(models, dict):
         kind = type(models).__name__
         raise _Mismatch(f"its finalize returns a {kind}; return a dict of role to Message")
+    for role, model in models.items():
+        if not isinstance(model, Message):
+            kind = type(model).__name__
+            raise _Mismatch(f"its finalize makes {role!r} a {kind}; make it by trained_model(...)")
     if "deployed" in method.roles and "deployed" not in models:
         made = ", ".join(models) or "none"
         raise _Mismatch(f"its finalize makes no model 'deployed', it makes {made}")
@@ -181,7 +189,8 @@ def _image(task: TaskConfig) -> Split:
 
 def _zeros(phase: Phase, plan: Plan) -> Message:
     """A reply to a phase whose tensors are zeros."""
-    reply = Message.of({N_SAMPLES: 1, LOSS: None, VALIDATION: {}})
+    undefined = defaultdict[str, None](lambda: None)  # the metric of any model
+    reply = Message.of({N_SAMPLES: 1, LOSS: None, VALIDATION: undefined})
     for entry, spec in phase.manifest(plan).items():
         reply.states[entry] = {
             name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in spec.tensors.items()

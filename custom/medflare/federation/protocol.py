@@ -62,10 +62,10 @@ def state_problem(states: object) -> str | None:
             return f"entry {shown(entry)} is not a state ({type(state).__name__})"
         for name, tensor in state.items():
             if not _is_name(name) or not _is_plain_tensor(tensor):
-                return (
-                    f"{entry}/{shown(name)} is not a dense, detached tensor in memory "
-                    f"({type(tensor).__name__})"
-                )
+                kind = type(tensor).__name__
+                if type(tensor) is Tensor:
+                    kind = f"{tensor.layout}, {tensor.device}, grad {tensor.requires_grad}"
+                return f"{entry}/{shown(name)} is not a dense, detached tensor in memory ({kind})"
     return None
 
 
