@@ -116,6 +116,14 @@ def test_other_kinds_are_built_by_the_given_builder(tmp_path: Path) -> None:
         build(TASK, Message(stored.message.states, {"kind": "plain"}))
 
 
+def test_a_builder_without_a_module_is_named() -> None:
+    def builder(kind: str) -> Any:
+        return lambda task, message: None
+
+    with pytest.raises(StateError, match=r"kind 'mine' .* its builder returns NoneType"):
+        build(TASK, Message({}, {"kind": "mine"}), builder)
+
+
 def test_weights_of_another_network_are_refused_by_name(message: Message) -> None:
     state = message.states["model"]
     name = next(iter(state))

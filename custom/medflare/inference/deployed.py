@@ -88,7 +88,10 @@ def build(
             "or use methods.catalogue.build_deployed"
         )
     try:
-        return builder(task, message)
+        module = builder(task, message)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"its builder returns {type(module).__name__}, not a module")
+        return module
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise StateError(
             f"a model of kind {kind!r} has content that cannot be built "
