@@ -27,6 +27,7 @@ from medflare.methods.base import (
 )
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.method import extended
+from medflare.methods.parts.measured import VALIDATION
 from methods import squares
 
 W = {"w": torch.ones(2)}
@@ -145,6 +146,22 @@ def test_an_override_keeps_its_declaration_or_replaces_it() -> None:
     assert Loud.phases == Echo.phases and Loud.Hyper is EchoHyper
     assert Loud.phase("train").reply == (MODEL, COPY) and Quiet.phase("train").reply == ()
     assert Quiet.phase("look") == Echo.phase("look")
+
+
+@pytest.mark.parametrize("request_of_phase", [MODEL, (VALIDATION,), [MODEL]])
+def test_a_declaration_of_other_things_than_specs_is_refused(request_of_phase: Any) -> None:
+    with pytest.raises(ConfigError, match=r"'train': write request as a tuple .* TensorSpec only"):
+
+        class WrongSite(FedAvgSite[Any]):
+            @phase(request=request_of_phase)
+            def train(self, round: int, incoming: Message) -> Message:
+                return incoming
+
+
+@pytest.mark.parametrize("decorator", [asks, handles])
+def test_a_phase_by_its_name_is_refused(decorator: Any) -> None:
+    with pytest.raises(ConfigError, match=r"'train': name a method, as MySite\.train"):
+        decorator("train")
 
 
 def test_a_family_is_declared_by_the_names_of_its_members() -> None:

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.specs import Manifest, MetaSpec, TensorSpec
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 Tensors = tuple[TensorSpec, ...]
 Items = tuple[MetaSpec, ...]
+_KINDS = {"request": TensorSpec, "reply": TensorSpec, "meta": MetaSpec, "request_meta": MetaSpec}
 # Marks of methods.
 _PHASE = "_phase"
 _ADDED = "_added"
@@ -43,6 +45,17 @@ class Phase:
     reply: Tensors = ()
     meta: Items = ()
     request_meta: Items = ()
+
+    def __post_init__(self) -> None:
+        for argument, kind in _KINDS.items():
+            specs = getattr(self, argument)
+            if self.name and not (
+                isinstance(specs, tuple) and all(isinstance(spec, kind) for spec in specs)
+            ):
+                raise ConfigError(
+                    f"@phase of {self.name!r}: write {argument} as a tuple (SPEC,) of "
+                    f"{kind.__name__} only"
+                )
 
     def extended(self, more: "Phase") -> "Phase":
         """This phase with the entries of another one added."""
@@ -110,14 +123,22 @@ def asks(*replying: Callable[..., Any]) -> Callable[[Handler], Handler]:
     """Declares that a server algorithm's method, (step, site) -> message, makes the requests that
     these methods of a site algorithm reply to.
     """
-    return _marked(ASKS, replying)
+    return _marked(ASKS, _methods_of_site(replying))
 
 
 def handles(*replying: Callable[..., Any]) -> Callable[[Handler], Handler]:
     """Declares that a server algorithm's method, (step, replies) -> None, processes the replies of
     these methods of a site algorithm.
     """
-    return _marked(HANDLES, replying)
+    return _marked(HANDLES, _methods_of_site(replying))
+
+
+def _methods_of_site(replying: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments; ConfigError for one that is no method."""
+    for method in replying:
+        if not callable(method):
+            raise ConfigError(f"@asks or @handles of {method!r}: name a method, as MySite.train")
+    return replying
 
 
 def is_declared(method: Callable[..., Any]) -> bool:
