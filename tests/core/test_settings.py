@@ -55,6 +55,11 @@ def test_a_list_as_default_is_refused_with_the_type_to_write(default: Any) -> No
         )
 
 
+def test_a_setting_without_a_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^Hyper\.mu: write its type, as mu: float"):
+        strict_dataclass(type("Hyper", (), {"mu": param(0.1, "weight")}))
+
+
 def test_json_values_of_the_right_type_are_accepted() -> None:
     settings = made(
         rounds=100,

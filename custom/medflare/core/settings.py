@@ -16,6 +16,7 @@ from pydantic import (
     WrapValidator,
 )
 from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema
 from pydantic_core.core_schema import json_or_python_schema, no_info_before_validator_function
 from typing_extensions import dataclass_transform
@@ -34,9 +35,11 @@ S = TypeVar("S")
 @dataclass_transform(frozen_default=True)
 def strict_dataclass(cls: type[S]) -> type[S]:
     """Decorator: a frozen pydantic dataclass with `STRICT`; a setting of this type may be an object
-    of JSON. ConfigError for a list as a default.
+    of JSON. ConfigError for a list as a default, or a setting without a type.
     """
     for name, value in vars(cls).items():
+        if isinstance(value, FieldInfo) and name not in inspect.get_annotations(cls):
+            raise ConfigError(f"{cls.__name__}.{name}: write its type, as {name}: float = ...")
         if isinstance(getattr(value, "default", value), list):
             raise ConfigError(
                 f"{cls.__name__}.{name}: a list, which code could change; "
