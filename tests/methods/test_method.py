@@ -163,6 +163,19 @@ def test_invalid_names_of_algorithms(target: str) -> None:
         loaded(target)
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"site": FedAvgServer}, "'mine': site=FedAvgServer is no SiteAlgorithm"),
+        ({"server": FedAvgSite}, "'mine': server=FedAvgSite is no ServerAlgorithm"),
+        ({"site": "math:pi"}, "'mine': site=3.1.* is no SiteAlgorithm"),
+    ],
+)
+def test_what_is_no_algorithm_is_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        made(**changes).check({})
+
+
 def test_capabilities_are_inherited_and_needed_of_both_algorithms() -> None:
     class Mine(FedAvgSite[Any]):
         pass

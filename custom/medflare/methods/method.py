@@ -64,11 +64,26 @@ class Method:
     @cached_property
     def site_class(self) -> "type[SiteAlgorithm]":
         """The site algorithm, extended by the server algorithm's `site_extension`."""
-        return extended(loaded(self.site), self.server_class.site_extension)
+        from medflare.methods.base import SiteAlgorithm
+
+        site = self._loaded("site", self.site, SiteAlgorithm)
+        return extended(site, self.server_class.site_extension)
 
     @cached_property
     def server_class(self) -> "type[ServerAlgorithm]":
-        return loaded(self.server)
+        from medflare.methods.base import ServerAlgorithm
+
+        return self._loaded("server", self.server, ServerAlgorithm)
+
+    def _loaded(self, argument: str, target: Any, kind: type) -> Any:
+        """The class of an algorithm; ConfigError if it is none of this kind."""
+        cls = loaded(target)
+        if isinstance(cls, type) and issubclass(cls, kind):
+            return cls
+        raise ConfigError(
+            f"method {self.name!r}: {argument}={getattr(cls, '__name__', cls)} is no "
+            f"{kind.__name__}; name a class derived from it"
+        )
 
     @property
     def hyper_classes(self) -> dict[str, type[Any]]:
