@@ -67,6 +67,21 @@ def test_the_end_of_an_epoch_is_a_step() -> None:
     assert len(moved) == 2 * math.ceil(12 / 8)
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [(lambda loss: loss[None], r"shape \(1,\)"), (Tensor.detach, "no gradient")],
+)
+def test_what_is_no_loss_of_a_batch_is_named(change: Any, named: str) -> None:
+    site = squares.site("A", squares.task(**SGD), (12, 2, 2))
+    model = site.network()
+
+    def loss(network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
+        return change(site.loss(network(images), targets))
+
+    with pytest.raises(ConfigError, match=f"loss of a batch has {named}; return the mean"):
+        train_epochs(model, site.optimizer(model.parameters()), site, 0, "model", loss=loss)
+
+
 def test_clipping_is_of_the_mean_gradient_of_a_step() -> None:
     for changes in ({"accumulate": 2}, {"precision": "fp16"}):
         site = squares.site(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.rng import Key, seeded
 from medflare.core.states import StateDict, copy_on_device, copy_state, state_bytes
@@ -204,7 +205,13 @@ class Steps:
         optimizer.zero_grad()
 
     def backward(self, loss: Tensor, images: int) -> None:
-        """Add the gradient of a batch's mean loss, and step after the last batch of a step."""
+        """Add the gradient of a batch's mean loss, and step after the last batch of a step.
+
+        Raises ConfigError for a loss of several numbers, or without a gradient.
+        """
+        if loss.dim() or not loss.requires_grad:
+            kind = f"has shape {tuple(loss.shape)}" if loss.dim() else "has no gradient"
+            raise ConfigError(f"the loss of a batch {kind}; return the mean over its images")
         self._batches += 1
         self._images += images
         if self._every > 1:
