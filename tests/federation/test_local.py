@@ -227,6 +227,15 @@ def test_a_bug_in_a_sites_code_is_raised_after_the_results_say_so(
     assert results["status"] == "FAILED" and results["reason"] == str(failed.value)
 
 
+def test_code_that_ends_the_process_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FedAvgSite, "fit", lambda own, *rest: exit(3))
+    with pytest.raises(StepFailed, match="site-1 in 'train' of round 1: SystemExit: 3"):
+        run("fedavg", out=tmp_path)
+    assert load_results(tmp_path)["status"] == "FAILED"
+
+
 def test_a_step_of_the_plain_loop_has_the_default_bound_of_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

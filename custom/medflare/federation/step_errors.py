@@ -20,16 +20,16 @@ def named_errors(where: str, *algorithms: type) -> Iterator[None]:
         yield
     except (MedflareError, OSError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # code that calls sys.exit is a bug, too
         raise StepFailed(f"{where}: {described(error, *algorithms)}") from error
 
 
-def described(error: Exception, *algorithms: type) -> str:
+def described(error: BaseException, *algorithms: type) -> str:
     """An error in one line, with the place in the algorithms' code that led to it."""
     return f"{type(error).__name__}: {one_line(error)} ({_place(error, *algorithms)})"
 
 
-def _place(error: Exception, *algorithms: type) -> str:
+def _place(error: BaseException, *algorithms: type) -> str:
     """The innermost line of the code of the algorithms' authors, else of medflare, else of all."""
     modules = {algorithm.__module__ for algorithm in algorithms}
     packages = set[str]()
