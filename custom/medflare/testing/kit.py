@@ -4,7 +4,7 @@ import random
 import time
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -22,6 +22,7 @@ from medflare.core.errors import MedflareError, StepFailed
 from medflare.core.message import Message
 from medflare.core.store import states_digest
 from medflare.core.text import Json, JsonDict, Say
+from medflare.evaluation.figures import Drawing
 from medflare.evaluation.results import COMPLETED, find_results, load_results, validate_results
 from medflare.federation.local.loop import resume_local, run_local
 from medflare.federation.preflight import check_run
@@ -103,7 +104,10 @@ def check_method(
         for name, check in _Kit(chosen, task, hyper, Path(folder)).checks(simulator):
             say(name)
             started = time.monotonic()
-            problem = _problem(check, chosen)
+            # Figures of reports take half of a run's time; the plain loop's run draws them.
+            undrawn = patch.object(Drawing, "svg", return_value=None)
+            with nullcontext() if name == "plain loop" else undrawn:
+                problem = _problem(check, chosen)
             checks.append(Check(name, problem, time.monotonic() - started))
             if problem and name in ("dry run", "plain loop"):
                 break
@@ -114,7 +118,8 @@ def final_models(method: str | Method, **hyper: Any) -> dict[str, str]:
     """Final model -> checksum of its tensors, of a run of two rounds of the kit's sites: for tests
     that compare a method with another one, or with other hyper-parameters.
     """
-    with TemporaryDirectory() as folder:
+    undrawn = patch.object(Drawing, "svg", return_value=None)
+    with TemporaryDirectory() as folder, undrawn:
         _Kit(get_method(method), TASK, hyper, Path(folder)).run("run")
         return _checksums(Path(folder, "run"))
 
