@@ -280,8 +280,8 @@ class Federation:
                 problems = join_problems(dict.fromkeys(absent, "not there") | validated.rejected)
             if attempt == _REPEATS:
                 raise FederationFailed(
-                    f"{reason} ({problems}); resume the run when these sites reply, or give a "
-                    "smaller --min-sites"
+                    f"{reason} ({problems}); correct this and resume the run, or give a smaller "
+                    "--min-sites"
                 )
             self.events.add("repeated", f"{reason}; asking again ({problems})", round=step.round)
             failed |= validated.rejected.keys()
