@@ -71,7 +71,16 @@ def _not_json(meta: Json) -> str | None:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             return f"item {name!r}: {error}; metadata are numbers and text"
+        if not _has_text_keys(value):
+            return f"item {name!r}: JSON turns a key into text; write str(key)"
     return None
+
+
+def _has_text_keys(value: object) -> bool:
+    """Whether all tables in it, at any depth, have texts as keys."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _has_text_keys(value[key]) for key in value)
+    return not isinstance(value, list | tuple) or all(map(_has_text_keys, value))
 
 
 _OF_TENSORS = "a PersistentState is a dict of tensors, numbers and text belong into memory.meta"
