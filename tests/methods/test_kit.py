@@ -18,8 +18,9 @@ from medflare.methods.base import PersistentState, Step
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.fedavg.site import MODEL, FedAvgSiteHyper
 from medflare.methods.method import Method
+from medflare.methods.parts.measured import VALIDATION
 from medflare.testing import check_method, final_models
-from medflare.training.epochs import train_epochs
+from medflare.training.epochs import run_epochs, train_epochs
 
 NORM = MetaSpec[float]("update_norm", "length of the update", number(0))
 
@@ -393,6 +394,43 @@ class Strong(FedAvgSite[StrongHyper]):
     """Has a hyper-parameter that it does not read."""
 
 
+class Stepless(FedAvgSite[Any]):
+    """Takes gradients, and no steps; running statistics move."""
+
+    def fit(self, model: Any, optimizer: Any, round: int) -> float | None:
+        def step(batch: Any) -> Any:
+            loss = self.site.loss(model(batch.images), batch.targets)
+            loss.backward()
+            return {"loss": loss.detach()}
+
+        return run_epochs(self.site, round, "model", step)["loss"]
+
+
+class Percent(FedAvgSite[Any]):
+    """Its metric is in percent."""
+
+    def train(self, round: int, incoming: Message) -> Message:
+        reply = super().train(round, incoming)
+        reply[VALIDATION] = {"global": 87.5}
+        return reply
+
+
+class Keys(FedAvgSite[Any]):
+    """Its memory has numbers as keys."""
+
+    def train(self, round: int, incoming: Message) -> Message:
+        self.memory.meta["losses"] = [{round: 1}]
+        return super().train(round, incoming)
+
+
+class Deaf(FedAvgServer[Any]):
+    """Handles a phase of another site algorithm."""
+
+    @handles(Unasked.fisher)
+    def take_fisher(self, step: Any, replies: Any) -> None:
+        self.memory.meta["replies"] = len(replies)
+
+
 class SeedingServer(FedAvgServer):
     """Seeds torch's global generator at the server."""
 
@@ -505,7 +543,11 @@ class SeedingServer(FedAvgServer):
             {"plain loop"},
             r"^method 'slip' fails at site a in 'train' of round 1: KeyError: 'weights' \(test_kit.py, line \d+, in fit",
         ),
-        (Vectors, FedAvgServer, {"plain loop"}, r"scalar outputs \(epochs.py, line \d+, in "),
+        (Vectors, FedAvgServer, {"plain loop"}, r"a, b: the loss of a batch has shape \(\d+,\); "),
+        (Stepless, FedAvgServer, {"plain loop"}, r"weights of 'model' .* optimizer\.step\(\)"),
+        (Percent, FedAvgServer, {"plain loop"}, "site a: validation metric of the global model"),
+        (Keys, FedAvgServer, {"plain loop"}, r"Keys: memory.meta: item 'losses': .* str\(key\)"),
+        (FedAvgSite, Deaf, {"unused code"}, r"no phase 'fisher', which Deaf\.take_fisher"),
         (
             Forgotten,
             FedAvgServer,

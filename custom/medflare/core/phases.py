@@ -146,6 +146,11 @@ def is_declared(method: Callable[..., Any]) -> bool:
     return any(hasattr(method, mark) for mark in (_PHASE, _ADDED, ASKS, HANDLES))
 
 
+def phases_of(method: Callable[..., Any]) -> set[str]:
+    """The phases that a server algorithm's method asks for or handles."""
+    return {of.__name__ for mark in (ASKS, HANDLES) for of in getattr(method, mark, ())}
+
+
 def _marked(mark: str, value: Any) -> Callable[[Handler], Handler]:
     """A decorator that sets a mark of the method."""
 

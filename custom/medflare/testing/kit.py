@@ -144,6 +144,7 @@ class _Record:
         read: phase and name of the states that the server has read.
         received: site, phase, entry and name -> this tensor of the phase's requests, of those that
             are answered with tensors.
+        returned: those that are weights, and come back.
         trained: those of which a site has sent another one.
         slip: the first step that changed a global random generator, or the first reply with a
             `leak`, in words.
@@ -151,9 +152,34 @@ class _Record:
 
     sent: dict[str, set[str]] = field(default_factory=dict)
     received: dict[tuple[str, str, str, str], list[Tensor]] = field(default_factory=dict)
+    returned: set[tuple[str, str, str, str]] = field(default_factory=set)
     trained: set[tuple[str, str, str, str]] = field(default_factory=set)
     slip: str = ""
     read: set[tuple[str, str]] = field(default_factory=set)
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the messages of the run, in words; "" if nothing is."""
+        if self.slip:
+            return self.slip
+        if self.untrained:
+            return (
+                f"all sites send back the weights of {self.untrained!r} as they came: call "
+                "optimizer.step()"
+            )
+        if self.unchanged:
+            return (
+                f"the server sends {self.unchanged} in every round; "
+                "use the replies in a method with @handles"
+            )
+        return ""
+
+    @property
+    def untrained(self) -> str:
+        """An entry whose weights all sites send back as they came, or ""."""
+        entries = {entry for _, _, entry, _ in self.returned}
+        trained = {entry for _, _, entry, _ in self.returned & self.trained}
+        return min(entries - trained, default="")
 
     @property
     def unchanged(self) -> str:
@@ -191,11 +217,14 @@ class _Record:
         self.sent.setdefault(phase, set()).update(reply.meta, reply.states)
         if not reply.states:
             return
+        weights = dict(algorithm.plan.network().named_parameters())
         for entry, state in incoming.states.items():
             sent = reply.states.get(entry, {})
             for name, tensor in state.items():
                 key = (algorithm.site.name, phase, entry, name)
                 self.received.setdefault(key, []).append(tensor.clone())
+                if name in sent and name in weights:
+                    self.returned.add(key)
                 if name in sent and not torch.equal(sent[name], tensor):
                     self.trained.add(key)
 
@@ -271,7 +300,7 @@ class _Kit:
         self._changed = self._outside_memory.changed()
         validate_results(results)
         for event in results["events"]:
-            if event["kind"] == "failed":
+            if event["kind"] in ("failed", "rejected"):
                 raise Failed(f"site {event['site']}: {event['message']}")
         for site, entry in results["sites"].items():
             for role in self.method.roles if entry["role"] == "inside" else ["deployed"]:
@@ -286,13 +315,8 @@ class _Kit:
                 raise Failed(f"site {site}: {problem}")
         for card in (self.folder / "loop").rglob("card.json"):
             load_model(card.parent).build(build_deployed)
-        if self._record.slip:
-            raise Failed(self._record.slip)
-        if self._record.unchanged:
-            raise Failed(
-                f"the server sends {self._record.unchanged} in every round; "
-                "use the replies in a method with @handles"
-            )
+        if self._record.problem:
+            raise Failed(self._record.problem)
         for model, selection in results["model_selection"].items():
             votes = [candidate["votes"] for candidate in selection["candidates"]]
             if votes and not any(votes):

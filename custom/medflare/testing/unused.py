@@ -6,7 +6,7 @@ import sys
 from collections.abc import Container, Iterable, Iterator
 from difflib import get_close_matches
 
-from medflare.core.phases import is_declared
+from medflare.core.phases import is_declared, phases_of
 from medflare.methods.method import Method
 
 _SIMILAR = 0.8  # of difflib, from which a name is taken for a slip
@@ -49,6 +49,12 @@ def unused(method: Method, asked: Container[str]) -> str:
                 return (
                     f"no step asks for phase {name!r}: add Step.of({cls.__name__}.{name}, round) "
                     "to the server's steps"
+                )
+            phases = phases_of(value)
+            if phases and not phases & method.site_class.phases.keys():
+                return (
+                    f"the site has no phase {min(phases)!r}, which {cls.__name__}.{name} asks for "
+                    "or handles; name one that it has"
                 )
             if not is_declared(value):
                 meant = get_close_matches(name, inherited, 1, _SIMILAR)
