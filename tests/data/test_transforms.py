@@ -72,6 +72,19 @@ def test_an_image_is_not_changed(make_task: TaskOf, channel_wise: bool) -> None:
     assert np.array_equal(picture, before) and abs(float(result[result != 0].mean())) < 1e-5
 
 
+@pytest.mark.parametrize("part", [np.s_[:1], np.s_[:, ::2]])
+def test_an_intensity_transform_that_changes_the_shape_is_named(
+    make_task: TaskOf, monkeypatch: pytest.MonkeyPatch, part: Any
+) -> None:
+    """Masks would lie elsewhere."""
+    prepared = Preprocessing(make_task(intensity={"name": "NormalizeIntensity"}))
+    monkeypatch.setattr(prepared, "_intensity", lambda image: image[part])
+    with pytest.raises(
+        ConfigError, match=r"intensity NormalizeIntensity: it makes .* of 3 x 4 x 4"
+    ):
+        prepared.intensities(np.zeros((3, 4, 4), np.float32))
+
+
 @pytest.mark.filterwarnings("ignore:Divide by zero")
 def test_an_intensity_range_without_width_is_monais(make_task: TaskOf) -> None:
     scale = {"name": "ScaleIntensityRange", "a_min": 9, "a_max": 9, "b_min": 0.1, "b_max": 0.8}

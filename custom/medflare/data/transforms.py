@@ -37,6 +37,7 @@ class Preprocessing:
     def __init__(self, task: TaskConfig):
         self._size = task.size
         self._resizes = task.image_mode == "resize"
+        self._name = (task.intensity or {}).get("name", "")
         self._intensity = _construct("intensity", task.intensity)
 
     def image(self, array: np.ndarray) -> Tensor:
@@ -48,9 +49,15 @@ class Preprocessing:
         return self._sized(self.intensities(array))
 
     def intensities(self, array: np.ndarray) -> Tensor:
-        """The intensity transform alone, float32 (C, h, w); the array is not changed."""
+        """The intensity transform alone, float32 (C, h, w); the array is not changed.
+
+        Raises ConfigError for a transform that changes channels or size.
+        """
         with plain_tensors():  # of a copy: some transforms write into their images
-            return self._intensity(torch.tensor(array, dtype=torch.float32))
+            image = torch.tensor(array, dtype=torch.float32)
+            scaled: Tensor = self._intensity(image)
+        _check_shape(f"intensity {self._name}", image, scaled)
+        return scaled
 
     def mask(self, array: np.ndarray) -> Tensor:
         """Targets int64 (M, h, w) to (M, H, W) by the nearest pixel; with `image_mode` "patch"
@@ -123,7 +130,7 @@ class Augmentation:
                 for seed in range(_DRAWS):
                     transform.set_random_state(seed)
                     transformed = transform({"image": blank, "target": blank})
-                    _check_size(name, blank, transformed["image"])
+                    _check_shape(f"augment {name}", blank, transformed["image"])
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
             raise ConfigError(
                 f"augment {name}: {one_line(error)}; "
@@ -160,17 +167,17 @@ class Augmentation:
             sample["target"] = target.reshape(-1, *image.shape[1:]).to(torch.float32)
         for name, transform in self._transforms:
             sample = transform(sample)
-            _check_size(name, image, sample["image"])
+            _check_shape(f"augment {name}", image, sample["image"])
         return sample
 
 
-def _check_size(name: str, before: Tensor, after: Tensor) -> None:
+def _check_shape(name: str, before: Tensor, after: Tensor) -> None:
     if after.shape == before.shape:
         return
     raise ConfigError(
-        f"augment {name}: it makes {format_shape(after.shape[1:])} images of "
-        f"{format_shape(before.shape[1:])} ones; "
-        "the images of a task have one size; leave it out, or take other arguments or equal sides"
+        f"{name}: it makes {format_shape(after.shape)} images of {format_shape(before.shape)} "
+        "ones; the images of a task have one size; leave it out, or take other arguments or equal "
+        "sides"
     )
 
 
