@@ -8,10 +8,11 @@ from torch import nn
 from helpers.fixture_types import TaskOf
 from helpers.picture_sites import numbered_site
 from helpers.small_tasks import predicted, score
-from medflare.core.errors import Aborted
+from medflare.core.errors import Aborted, ConfigError
 from medflare.data.loading import SiteData, Split
 from medflare.training.scoring import evaluating, scoring_batch
 from medflare.training.site import Site
+from methods import squares
 
 RANDOM = np.random.RandomState(0)
 
@@ -156,6 +157,12 @@ def test_predictions_come_in_order_and_without_gradients(make_task: TaskOf) -> N
         and not probabilities.requires_grad
     )
     assert torch.equal(probabilities, site.data.test.images) and torch.is_grad_enabled()
+
+
+def test_probabilities_of_another_number_of_classes_are_named() -> None:
+    site = squares.site("A", squares.SEGMENTATION, (1, 1, 2))
+    with pytest.raises(ConfigError, match=r"shape \(2, 7, .*needs \(images, "):
+        site.score(lambda images: images.new_zeros(len(images), 7, *images.shape[2:]), "test")
 
 
 def test_evaluation_mode_ends_where_scoring_fails() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from medflare.core.errors import Aborted
+from medflare.core.errors import Aborted, ConfigError
 from medflare.core.rng import Key, numpy_random_state
 from medflare.core.states import StateDict
 from medflare.data.acquisition import TrainedOn, range_of
@@ -260,14 +260,23 @@ class Site:
                 with torch.no_grad(), evaluating(predictor):
                     probabilities = predictor.predict_patient([part.images for part in parts])
                 targets = torch.cat([part.targets for part in parts])
-                yield probabilities.float().cpu(), targets.cpu(), rows
+                yield self._checked(probabilities), targets.cpu(), rows
             return
         whole = windowed(predictor, self.task, self.scoring_batch)
         for rows, samples in self.cutter.whole(data, self.scoring_batch):
             images, targets, _ = self._batch(rows, *samples)
             with torch.no_grad(), evaluating(predictor):
-                probabilities = whole(images).float().cpu()
-            yield probabilities, targets.cpu(), rows
+                probabilities = whole(images)
+            yield self._checked(probabilities), targets.cpu(), rows
+
+    def _checked(self, probabilities: Tensor) -> Tensor:
+        """Probabilities (N, outputs, ...) on the CPU; ConfigError if their channels are others."""
+        if probabilities.shape[1:2] != (self.task.outputs,):
+            raise ConfigError(
+                f"the model gives probabilities of shape {tuple(probabilities.shape)}; "
+                f"task {self.task.name} needs (images, {self.task.outputs}, ...)"
+            )
+        return probabilities.float().cpu()
 
     def score(
         self, predictor: Predictor, split: str = "validation", metrics: Sequence[str] | None = None
