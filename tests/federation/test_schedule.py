@@ -217,7 +217,8 @@ def test_a_site_that_misses_a_round_is_noted_and_gets_the_next_request() -> None
 def test_a_site_that_is_gone_is_among_the_reasons() -> None:
     """Of three sites one is rejected and one is not there: without the other neither would have ended the run."""
     reason = (
-        r"1 of 2 needed replies to 'train' of round 2 are usable \(B: no reply .*; C: not there\)"
+        r"1 of 2 needed replies to 'train' of round 2 are usable "
+        r"\(B: no reply .*; C: not there\); correct this and resume the run"
     )
     with pytest.raises(FederationFailed, match=reason):
         run(
