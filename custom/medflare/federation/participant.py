@@ -218,7 +218,7 @@ class Participant:
         validations = len(of_validation)  # an error tells of images, too
         before = algorithm.site.reads.copy()
         try:
-            reply = self._checked_for_privacy(algorithm, phase, round, incoming)
+            reply = self._performed_within_privacy(algorithm, phase, round, incoming)
             reply = self._suppression.suppressed(reply, declared, algorithm.plan)
             validations = sum(count_values(reply[item]) for item in of_validation if item in reply)
         finally:
@@ -231,7 +231,7 @@ class Participant:
             )
         return reply
 
-    def _checked_for_privacy(
+    def _performed_within_privacy(
         self, algorithm: SiteAlgorithm, phase: str, round: int, incoming: Message
     ) -> Message:
         """The algorithm's reply.
@@ -264,9 +264,9 @@ class Participant:
 
     def _check_selection(self, site: Site, hyper: Any, record: DataRecord | None) -> None:
         minimum = site.minimum_patients
-        pull = self.method.site_class.pull(hyper)
+        strength = self.method.site_class.proximal_strength(hyper)
         try:
-            check_used_images(self.name, site.task, site.data, minimum, self.local.bounds, pull)
+            check_used_images(self.name, site.task, site.data, minimum, self.local.bounds, strength)
         except ConfigError:
             if record is not None:
                 record.note_refusal()

@@ -64,13 +64,13 @@ def _hyper_class(algorithm: Any) -> type:
     return algorithm.Hyper
 
 
-def _not_json(meta: Json) -> str | None:
+def _not_json(meta: Json, place_of_tensors: str) -> str | None:
     """Which metadata item JSON cannot hold, in words, or None."""
     for name, value in meta.items():
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
-            return f"item {name!r}: {error}; metadata are numbers and text"
+            return f"item {name!r}: {error}; metadata are numbers and text, {place_of_tensors}"
         if not _has_text_keys(value):
             return f"item {name!r}: JSON turns a key into text; write str(key)"
     return None
@@ -95,8 +95,8 @@ def memory_problem(memory: Message) -> str | None:
             if not isinstance(value, Tensor):
                 wrong = f"{name!r} of state {entry!r} of its memory is a {type(value).__name__}"
                 return f"{wrong}; {_OF_TENSORS}"
-    problem = _not_json(memory.meta)
-    return problem and f"memory.meta: {problem}, tensors belong into a PersistentState"
+    problem = _not_json(memory.meta, "tensors belong into a PersistentState")
+    return problem and f"memory.meta: {problem}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,7 +317,7 @@ class SiteAlgorithm(ABC, Generic[S]):
         return cls.uses_features
 
     @classmethod
-    def pull(cls, hyper: S) -> float:
+    def proximal_strength(cls, hyper: S) -> float:
         """The strength λ of a term λ (θ - w) to an earlier model w in the gradient of a model that
         leaves the site.
 
@@ -361,8 +361,7 @@ class SiteAlgorithm(ABC, Generic[S]):
             )
         problem = declared.undeclared(reply, self.plan)
         if problem is None:
-            problem = _not_json(reply.meta)
-            problem = problem and f"{problem}, declare a TensorSpec"
+            problem = _not_json(reply.meta, "declare a TensorSpec")
         if problem:
             raise ConfigError(
                 f"{type(self).__name__}: the reply to '{phase}' differs from its declaration: "

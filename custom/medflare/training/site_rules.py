@@ -35,9 +35,9 @@ _MOST = 0.9  # of the weight of all training images
 _AUGMENTED = 200  # patients whose images are augmented, to see what is left of them
 _LEAST_DRAWS = 50  # augmented images, of few patients several of each
 _LONGEST = 128  # steps that are tried; RAdam's first long step is among the first hundred
-_GRADIENTS = (1.0, 1e-9)  # that are tried
+_USUAL_GRADIENT = 1.0
+_TINY_GRADIENT = 1e-9
 _USUAL_MOMENTUM = 0.1  # of running statistics
-_ALIKE = 10  # steps with one gradient, half of which must have most of the way
 _LEAST_CONTRAST = 0.1  # of the patient with the most; 0.99 of the patients of real sites have it
 _LEAST_OF_CHANNEL = 0.01  # the same in one channel; one of a photograph may be saturated
 
@@ -87,12 +87,12 @@ def check_used_images(
     data: SiteData,
     minimum_patients: int,
     bounds: Bounds,
-    pull: float = 0.0,
+    strength: float = 0.0,
 ) -> None:
     """Compare what a task selects of a site's images with what the site demands.
 
     Args:
-        pull: see `SiteAlgorithm.pull`.
+        strength: see `SiteAlgorithm.proximal_strength`.
 
     Raises:
         ConfigError: the task leaves out more images, or trains on fewer patients. The error has no
@@ -112,26 +112,28 @@ def check_used_images(
         weighty = weighty_patients(task, data, minimum_patients)
         enough = weighty >= _most_of(minimum_patients)
     if not enough:
-        raise _few_patients(site, minimum_patients)
-    check_steps(site, task, minimum_patients, pull)
+        raise _few_patients(site, "classes, loss or weights", minimum_patients)
+    check_steps(site, task, minimum_patients, strength)
 
 
-def check_steps(site: str, task: TaskConfig, minimum_patients: int, pull: float) -> None:
+def check_steps(site: str, task: TaskConfig, minimum_patients: int, strength: float) -> None:
     """Raise ConfigError if the model, or a running statistic in it, is mostly that of few steps."""
     if minimum_patients < 2:
         return
     # A step may be of one image, the last of an epoch, whatever the task's batches.
-    steps = weighty_steps(task, 2 * minimum_patients, pull)
-    if min(steps, weighty_batches(task)) < _most_of(minimum_patients):
-        raise _few_patients(site, minimum_patients)
+    steps = weighty_steps(task, 2 * minimum_patients, strength)
+    if steps < _most_of(minimum_patients):
+        cause = "optimizer, or the method's weight of a proximal term"
+        raise _few_patients(site, cause, minimum_patients)
+    if weighty_batches(task) < _most_of(minimum_patients):
+        cause = "network and its momentum of running statistics"
+        raise _few_patients(site, cause, minimum_patients)
 
 
-def _few_patients(site: str, minimum_patients: int) -> ConfigError:
+def _few_patients(site: str, cause: str, minimum_patients: int) -> ConfigError:
     return ConfigError(
-        f"site {site} does not train, and sends no model: with this task's classes, loss, "
-        "weights and optimizer, the network's momentum of running statistics, or the method's "
-        "weight of a proximal term, training is on fewer patients than its minimum_patients "
-        f"({minimum_patients})"
+        f"site {site} does not train, and sends no model: with this task's {cause}, training is "
+        f"on fewer patients than its minimum_patients ({minimum_patients})"
     )
 
 
@@ -268,7 +270,7 @@ def weighty_patients(task: TaskConfig, data: SiteData, minimum_patients: int) ->
     return min((_weighty(_means(column, patients)) for column in used), default=0)
 
 
-def weighty_steps(task: TaskConfig, steps: int, pull: float = 0.0) -> int:
+def weighty_steps(task: TaskConfig, steps: int, strength: float = 0.0) -> int:
     """The smallest number of steps of the task's optimizer that have 0.9 of the change of the model
     after so many steps or more.
 
@@ -279,20 +281,18 @@ def weighty_steps(task: TaskConfig, steps: int, pull: float = 0.0) -> int:
     Rprop's grow by a factor of its etas while gradients are alike.
 
     Args:
-        pull: see `SiteAlgorithm.pull`; it acts as a weight decay does.
+        strength: see `SiteAlgorithm.proximal_strength`; it acts as a weight decay does.
     """
-    if task.optimizer["lr"] * (task.optimizer.get("weight_decay", 0.0) + pull) >= 1:
+    if task.optimizer["lr"] * (task.optimizer.get("weight_decay", 0.0) + strength) >= 1:
         return 0  # with the schedule's factor it may be 1 in some round
-    alike = _after_steps(task, torch.ones(_ALIKE, 1, dtype=torch.float64))
+    alike = _after_steps(task, torch.ones(steps, 1, dtype=torch.float64))
     lengths = alike.diff(dim=0, prepend=torch.zeros_like(alike[:1])).abs().flatten()
-    if _weighty(lengths.tolist()) < _ALIKE / 2:
-        return 0
+    counts = [_weighty(lengths.tolist())]
     longest = max(steps, _LONGEST)
-    counts = []
-    # A tiny gradient would be nothing beside a pull.
-    for size in _GRADIENTS if not pull else _GRADIENTS[:1]:
+    # A tiny gradient would be nothing beside a proximal term.
+    for size, tried in ((_USUAL_GRADIENT, strength), (_TINY_GRADIENT, 0.0)):
         gradients = size * torch.eye(longest, dtype=torch.float64)
-        changes = _after_steps(task, gradients, pull) - _after_steps(task, 0 * gradients)
+        changes = _after_steps(task, gradients, tried) - _after_steps(task, 0 * gradients)
         for done in range(steps, longest + 1):
             counts.append(_weighty(changes[done - 1, :done].abs().tolist()))
     return min(counts)
@@ -306,22 +306,22 @@ def weighty_batches(task: TaskConfig) -> float:
     for layer in meta_network(task).modules():
         if isinstance(layer, _NormBase) and layer.track_running_stats:
             momentum: Any = layer.momentum or 0.0  # None: the mean of all batches
-            if momentum >= 1:
+            if not 0 <= momentum < 1:
                 counts.append(1)
             elif momentum > _USUAL_MOMENTUM:
                 counts.append(math.ceil(math.log(1 - _MOST, 1 - momentum)))
     return min(counts)
 
 
-def _after_steps(task: TaskConfig, gradients: Tensor, pull: float = 0.0) -> Tensor:
+def _after_steps(task: TaskConfig, gradients: Tensor, strength: float = 0.0) -> Tensor:
     """The weights (steps, K), at first zero, after each step of the task's optimizer with a row of
-    `gradients` (steps, K), and with the pull to zero.
+    `gradients` (steps, K), and with a proximal term to zero.
     """
     weights = torch.nn.Parameter(torch.zeros_like(gradients[0]))
     optimizer = build_optimizer(task.optimizer, [weights], f"task {task.name}")
     after = []
     for gradient in gradients:
-        weights.grad = gradient + pull * weights.detach()
+        weights.grad = gradient + strength * weights.detach()
         optimizer.step()
         after.append(weights.detach().clone())
     return torch.stack(after)

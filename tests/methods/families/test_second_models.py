@@ -22,6 +22,7 @@ from medflare.methods.families.second_models.pfedme import (
     PFedMeServer,
     PFedMeServerHyper,
     PFedMeSite,
+    train_pfedme,
 )
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.parts import heads
@@ -164,6 +165,20 @@ def test_pfedme_has_a_bounded_number_of_steps_on_a_batch() -> None:
     """A site looks at its limit of minutes between batches."""
     with pytest.raises(ConfigError, match="inner_steps"):
         get_method("pfedme").check({"inner_steps": 10**9})
+
+
+def test_pfedme_refuses_steps_that_lead_away_from_the_proximal_point() -> None:
+    def train(name: str, rate: float) -> None:
+        site = squares.site("A", squares.task(optimizer={"name": name, "lr": rate}), (4, 2, 2))
+        shared, personal = site.network(), site.network()
+        optimizer = site.optimizer(personal.parameters())
+        train_pfedme(shared, personal, site, 0, optimizer, strength=15.0, inner_steps=1)
+
+    train("sgd", 0.05)
+    train("adam", 0.1)
+    for name in ("sgd", "SGD"):
+        with pytest.raises(ConfigError, match=r"a rate of 0\.089 or less"):
+            train(name, 0.1)
 
 
 def test_pfedme_moves_w_a_part_of_the_way() -> None:

@@ -64,7 +64,7 @@ class FedDynSite(CountedSite[FedDynHyper]):
         return reply
 
     @classmethod
-    def pull(cls, hyper: FedDynHyper) -> float:
+    def proximal_strength(cls, hyper: FedDynHyper) -> float:
         return hyper.alpha
 
     def round_hook(self, model: FeatureNetwork, round: int) -> Hook:

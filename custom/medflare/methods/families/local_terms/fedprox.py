@@ -35,7 +35,7 @@ class FedProxSite(FedAvgSite[FedProxHyper]):
     """FedAvg's site algorithm with a proximal term to the round's global model."""
 
     @classmethod
-    def pull(cls, hyper: FedProxHyper) -> float:
+    def proximal_strength(cls, hyper: FedProxHyper) -> float:
         return hyper.mu
 
     def round_hook(self, model: FeatureNetwork, round: int) -> Hook:

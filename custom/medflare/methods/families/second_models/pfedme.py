@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from medflare.methods import (
+    ConfigError,
     FeatureNetwork,
     FedAvgServer,
     FedAvgServerHyper,
@@ -48,6 +49,9 @@ def pfedme_outer(
     return [w - rate * strength * (w - t) for w, t in zip(weights, personal, strict=True)]
 
 
+_LARGEST_STEP = 4 / 3  # rate times λ, below which Nesterov's momentum of any size is stable
+
+
 def train_pfedme(
     shared: nn.Module,
     personal: nn.Module,
@@ -69,7 +73,17 @@ def train_pfedme(
         inner_steps: K per batch.
         share: η λ, the part of the way to θ that w moves; 1: as far as θ, the largest step along
             the gradient λ (w - θ) that does not go beyond it.
+
+    Raises:
+        ConfigError: SGD diverges from the proximal point, with some momentum at least. The model
+            would be that of the first batches.
     """
+    optimizer_name, rate = site.task.optimizer["name"], site.task.optimizer["lr"]
+    if optimizer_name.lower() in ("sgd", "asgd") and rate * strength > _LARGEST_STEP:
+        raise ConfigError(
+            f"pfedme diverges with λ {strength:g} and a learning rate of {rate:g}: take a rate "
+            f"of {_LARGEST_STEP / strength:.2g} or less"
+        )
     weights = trainable(shared)
     thetas = trainable(personal)
     eta = share / strength if strength else 0.0
