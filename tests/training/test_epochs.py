@@ -78,7 +78,7 @@ def test_what_is_no_loss_of_a_batch_is_named(change: Any, named: str) -> None:
     def loss(network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
         return change(site.loss(network(images), targets))
 
-    with pytest.raises(ConfigError, match=f"loss of a batch has {named}; return the mean"):
+    with pytest.raises(ConfigError, match=f"loss of a batch has {named}"):
         train_epochs(model, site.optimizer(model.parameters()), site, 0, "model", loss=loss)
 
 

@@ -46,17 +46,6 @@ class Phase:
     meta: Items = ()
     request_meta: Items = ()
 
-    def __post_init__(self) -> None:
-        for argument, kind in _KINDS.items():
-            specs = getattr(self, argument)
-            if self.name and not (
-                isinstance(specs, tuple) and all(isinstance(spec, kind) for spec in specs)
-            ):
-                raise ConfigError(
-                    f"@phase of {self.name!r}: write {argument} as a tuple (SPEC,) of "
-                    f"{kind.__name__} only"
-                )
-
     def extended(self, more: "Phase") -> "Phase":
         """This phase with the entries of another one added."""
         return replace(
@@ -155,10 +144,22 @@ def _marked(mark: str, value: Any) -> Callable[[Handler], Handler]:
     """A decorator that sets a mark of the method."""
 
     def declare(method: Handler) -> Handler:
+        if isinstance(value, Phase):
+            _check_specs(value, method.__qualname__)
         setattr(method, mark, value)
         return method
 
     return declare
+
+
+def _check_specs(phase: Phase, method: str) -> None:
+    for argument, kind in _KINDS.items():
+        specs = getattr(phase, argument)
+        if not isinstance(specs, tuple) or not all(isinstance(spec, kind) for spec in specs):
+            raise ConfigError(
+                f"the declaration of {method}: write {argument} as a tuple (SPEC,) of "
+                f"{kind.__name__} only"
+            )
 
 
 # -- collected by the class ----------------------------------------------------------------------

@@ -37,8 +37,10 @@ def strict_dataclass(cls: type[S]) -> type[S]:
     """Decorator: a frozen pydantic dataclass with `STRICT`; a setting of this type may be an object
     of JSON. ConfigError for a list as a default, or a setting without a type.
     """
+    inherited = getattr(cls, "__dataclass_fields__", {})
     for name, value in vars(cls).items():
-        if isinstance(value, FieldInfo) and name not in inspect.get_annotations(cls):
+        is_setting = isinstance(value, FieldInfo) or name in inherited
+        if is_setting and name not in inspect.get_annotations(cls):
             raise ConfigError(f"{cls.__name__}.{name}: write its type, as {name}: float = ...")
         if isinstance(getattr(value, "default", value), list):
             raise ConfigError(

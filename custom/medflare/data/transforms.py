@@ -176,8 +176,8 @@ def _check_shape(name: str, before: Tensor, after: Tensor) -> None:
         return
     raise ConfigError(
         f"{name}: it makes {format_shape(after.shape)} images of {format_shape(before.shape)} "
-        "ones; the images of a task have one size; leave it out, or take other arguments or equal "
-        "sides"
+        "ones; the images of a task have one size and number of channels; leave it out, or take "
+        "other arguments or equal sides"
     )
 
 

@@ -71,7 +71,7 @@ def check_run(method: Method, task: TaskConfig, hyper: Json, settings: RunSettin
             raise ConfigError(f"{_names(method)}: {problem}") from None
         except MedflareError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = described(error, method.site_class, method.server_class)
             text = f"{_names(method)} fails in the dry run with zeros: {reason}"
             raise ConfigError(text) from error

@@ -130,7 +130,7 @@ def _problem(check: Callable[[], None], method: Method) -> str:
         check()
     except (Failed, MedflareError, StepFailed) as error:
         return str(error).replace(f"{method.name}{_RECORDED}", method.name)
-    except Exception as error:  # whatever the method raises
+    except (Exception, SystemExit) as error:  # whatever the method raises
         return described(error, method.site_class, method.server_class)
     return ""
 
@@ -165,7 +165,7 @@ class _Record:
         if self.untrained:
             return (
                 f"all sites send back the weights of {self.untrained!r} as they came: call "
-                "optimizer.step()"
+                "optimizer.step(), or do not send it"
             )
         if self.unchanged:
             return (

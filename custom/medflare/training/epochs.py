@@ -209,9 +209,11 @@ class Steps:
 
         Raises ConfigError for a loss of several numbers, or without a gradient.
         """
-        if loss.dim() or not loss.requires_grad:
-            kind = f"has shape {tuple(loss.shape)}" if loss.dim() else "has no gradient"
-            raise ConfigError(f"the loss of a batch {kind}; return the mean over its images")
+        if loss.dim():
+            shape = tuple(loss.shape)
+            raise ConfigError(f"the loss of a batch has shape {shape}; return the mean of it")
+        if not loss.requires_grad:
+            raise ConfigError("the loss of a batch has no gradient; compute it from the outputs")
         self._batches += 1
         self._images += images
         if self._every > 1:
