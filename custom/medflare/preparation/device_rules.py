@@ -39,7 +39,7 @@ _CHEAP = (
 _STEPS = 25  # of a round at the median site
 _MAX_EPOCHS = 10
 _MANY_EPOCHS = 3  # of a round, from which whole images are turned and scaled
-# nnU-Net turns and scales a fifth of the images, by up to twice as much.
+# nnU-Net turns and scales a fifth of the images, by more.
 _TURNED = 0.5
 _LARGEST_ANGLE = 0.26
 _LARGEST_SCALE = 0.15
@@ -52,7 +52,8 @@ def small_segmentation(settings: Settings, stopwatch: Stopwatch) -> tuple[Choice
     are resized to the smallest size that keeps the structures, see `structures.Layout`. Where that
     is large, or the limit does not allow it, patches at full resolution take their place, if the
     limit allows those: they give more steps in the same time, half of them around a structure.
-    Structures that keep an order need the whole image, since their place tells them apart.
+    Structures that keep an order need the whole image, since their place tells them apart. Whole
+    images are turned and scaled where a round has `_MANY_EPOCHS`.
 
     Args:
         settings: of the task, complete, with one local epoch.
@@ -68,25 +69,25 @@ def small_segmentation(settings: Settings, stopwatch: Stopwatch) -> tuple[Choice
     ordered = ordered_axes(sites)
     cheap = [transform for transform in settings["augment"] if transform["name"] in _CHEAP]
     reason = f"{mirroring(ordered)}; nnU-Net's changes of intensity, without what costs a CPU much"
-    augment = Choice("augment", cheap, reason)
+    augment = of_whole_images = Choice("augment", cheap, reason)
+    if _usual_epochs(sites, batch.value) >= _MANY_EPOCHS:
+        turned = [turned_a_little(settings["augment"]), *cheap]
+        few = f"turned and scaled a little, as images are few; {reason}"
+        of_whole_images = Choice("augment", turned, few)
     common = settings | chosen_settings((network, batch, augment))
     detail = _detail(sites)
     wanted = _wanted_side(median_size(sites), detail)
     if wanted <= _WHOLE[dims] or ordered:
         mode, size = _resized(common, stopwatch, wanted)
         if ordered or detail.get(max(size.value), 1.0) >= _LEAST_DETAIL:
-            if _usual_epochs(sites, batch.value) >= _MANY_EPOCHS:
-                turned = [turned_a_little(settings["augment"]), *cheap]
-                reason = f"turned and scaled a little, as images are few; {reason}"
-                augment = Choice("augment", turned, reason)
-            return (mode, size, augment, network, batch)
+            return (mode, size, of_whole_images, network, batch)
     reason = "patches of a step; small batches give more steps"
     patch_batch = Choice("batch_size", _PATCH_BATCH, reason)
     patches = _patches({**common, "batch_size": _PATCH_BATCH}, stopwatch)
     if patches:
         return (*patches, augment, network, patch_batch)
     mode, size = _resized(common, stopwatch, min(wanted, _WHOLE[dims]))
-    return (mode, size, augment, network, batch)
+    return (mode, size, of_whole_images, network, batch)
 
 
 def turned_a_little(augment: Sequence[Settings]) -> Settings:

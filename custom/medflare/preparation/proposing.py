@@ -511,7 +511,7 @@ def _batch_size(sites: Fingerprints) -> Choice:
 def _segmentation(
     stopwatch: Stopwatch, modality: Modality, hints: TaskHints, of_data: Settings
 ) -> ProposedTask:
-    """nnU-Net's rules where the device keeps to the minutes of a round; otherwise a small U-Net, or
+    """nnU-Net's rules where a GPU keeps to the minutes of a round; otherwise a small U-Net, or
     as `hints.size` says.
     """
     sites = stopwatch.sites
