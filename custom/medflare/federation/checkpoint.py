@@ -73,8 +73,8 @@ class Checkpoint:
         for name, value in json.loads(json.dumps(self.plan)).items():
             if before.get(name) != value:
                 raise StateError(
-                    f"the checkpoint of {self.folder.name} has {name} = {before.get(name)!r}, "
-                    f"this run {value!r}; use the same"
+                    f"the checkpoint of {self.folder.resolve().name} has {name} = "
+                    f"{before.get(name)!r}, this run {value!r}; use the same"
                 )
         return message
 
@@ -137,7 +137,7 @@ def _stored(folder: Path) -> Message:
     message = StateStore(folder).load(CHECKPOINT)
     if message is None:
         raise StateError(
-            f"no checkpoint of {folder.name}: the run did not finish its first step, or is "
-            "complete; start it again"
+            f"no checkpoint of {folder.resolve().name}: the run did not finish its first step, "
+            "or is complete; start it again"
         )
     return message

@@ -185,8 +185,8 @@ def evaluate_final_models(
     """Build the final models, evaluate them on the site's test images and pass them to `store`.
 
     Args:
-        models: name -> final model, of `FINAL_MODELS` and others to compare; equal objects are
-            evaluated once.
+        models: name -> final model, of `FINAL_MODELS` and others to compare; the same object is
+            evaluated once, its report stands under its first name.
         store: (name, model, test results) -> stores them; scores by patient are not metadata: they
             do not leave the site.
         inside: whether the site trained.

@@ -48,7 +48,7 @@ class ParticipantSpec:
         folder: the site's own folder of the job, see `data.local.private_folder`.
         resumed: the site's folder in the interrupted job that this job resumes.
         trusted: modules of other distributions that the task names and the site allows, see
-            `components.authorize`.
+            `job_policy.authorize`.
     """
 
     name: str
@@ -185,7 +185,7 @@ def load_ahead(method: str, task_file: str = "") -> None:
     reported by the first task.
 
     A method of another distribution is not imported: the party has not been asked yet, see
-    `components.authorize`.
+    `job_policy.authorize`.
 
     `gc.freeze` takes what was imported out of garbage collection: a fork that collects torch and
     MONAI would copy more than 100 MB of memory that it shares otherwise.

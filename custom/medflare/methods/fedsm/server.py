@@ -295,7 +295,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
 
     @handles(FedSMSite.evaluate_gamma)
     def tune_gamma(self, step: Step, replies: Replies) -> None:
-        """γ with the best mean gain over the global model."""
+        """γ by the sites' gains over the global model, see `tuned_gamma`."""
         gains = {}
         for site, reply in replies.items():
             if GAINS in reply:

@@ -40,6 +40,8 @@ def consistency_weights(
 ) -> Tensor:
     """p' = Norm[(Sigma 1) o p] (Eq. 3): aggregation weights by how well the sites' updates agree.
 
+    Of flattened updates; the server runs `consistent_aggregate`.
+
     Args:
         deltas: flattened updates theta_m - theta_g, one row per site (M, D).
         p: FedAvg's weights n_m / n (M,); only the ratios matter.
