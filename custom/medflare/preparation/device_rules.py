@@ -69,11 +69,12 @@ def small_segmentation(settings: Settings, stopwatch: Stopwatch) -> tuple[Choice
     ordered = ordered_axes(sites)
     cheap = [transform for transform in settings["augment"] if transform["name"] in _CHEAP]
     reason = f"{mirroring(ordered)}; nnU-Net's changes of intensity, without what costs a CPU much"
-    augment = of_whole_images = Choice("augment", cheap, reason)
+    augment = Choice("augment", cheap, reason)
+    of_whole_images = augment
     if _usual_epochs(sites, batch.value) >= _MANY_EPOCHS:
         turned = [turned_a_little(settings["augment"]), *cheap]
-        few = f"turned and scaled a little, as images are few; {reason}"
-        of_whole_images = Choice("augment", turned, few)
+        reason = f"turned and scaled a little, as images are few; {reason}"
+        of_whole_images = Choice("augment", turned, reason)
     common = settings | chosen_settings((network, batch, augment))
     detail = _detail(sites)
     wanted = _wanted_side(median_size(sites), detail)

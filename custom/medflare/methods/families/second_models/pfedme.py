@@ -78,8 +78,9 @@ def train_pfedme(
         ConfigError: SGD diverges from the proximal point, with some momentum at least. The model
             would be that of the first batches.
     """
-    optimizer_name, rate = site.task.optimizer["name"], site.task.optimizer["lr"]
-    if optimizer_name.lower() in ("sgd", "asgd") and rate * strength > _LARGEST_STEP:
+    rate = site.task.optimizer["lr"]
+    is_sgd = site.task.optimizer["name"].lower() in ("sgd", "asgd")
+    if is_sgd and rate * strength > _LARGEST_STEP:
         raise ConfigError(
             f"pfedme diverges with λ {strength:g} and a learning rate of {rate:g}: take a rate "
             f"of {_LARGEST_STEP / strength:.2g} or less"
