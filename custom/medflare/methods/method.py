@@ -64,26 +64,20 @@ class Method:
     @cached_property
     def site_class(self) -> "type[SiteAlgorithm]":
         """The site algorithm, extended by the server algorithm's `site_extension`."""
-        from medflare.methods.base import SiteAlgorithm
-
-        site = self._loaded("site", self.site, SiteAlgorithm)
-        return extended(site, self.server_class.site_extension)
+        return extended(loaded(self.site), self.server_class.site_extension)
 
     @cached_property
     def server_class(self) -> "type[ServerAlgorithm]":
-        from medflare.methods.base import ServerAlgorithm
+        return loaded(self.server)
 
-        return self._loaded("server", self.server, ServerAlgorithm)
-
-    def _loaded(self, argument: str, target: Any, kind: type) -> Any:
-        """The class of an algorithm; ConfigError if it is none of this kind."""
+    def _check_class(self, argument: str, target: Any, kind: type) -> None:
+        """Raises ConfigError if the class of an algorithm is none of this kind."""
         cls = loaded(target)
-        if isinstance(cls, type) and issubclass(cls, kind):
-            return cls
-        raise ConfigError(
-            f"method {self.name!r}: {argument}={getattr(cls, '__name__', cls)} is no "
-            f"{kind.__name__}; name a class derived from it"
-        )
+        if not isinstance(cls, type) or not issubclass(cls, kind):
+            raise ConfigError(
+                f"method {self.name!r}: {argument}={getattr(cls, '__name__', cls)} is no "
+                f"{kind.__name__}; name a class derived from it"
+            )
 
     @property
     def hyper_classes(self) -> dict[str, type[Any]]:
@@ -194,7 +188,11 @@ class Method:
         return site, server
 
     def _check_pair(self) -> None:
-        """Raises ConfigError if an algorithm needs its own method's other algorithm."""
+        """Raises ConfigError for what is no algorithm, and if one needs its own method's other."""
+        from medflare.methods.base import ServerAlgorithm, SiteAlgorithm
+
+        self._check_class("site", self.site, SiteAlgorithm)
+        self._check_class("server", self.server, ServerAlgorithm)
         of_site, of_server = self.algorithms
         if not issubclass(self.server_class.Hyper, self.site_class.server_hyper):
             kind, other, name = "site", "server", of_site
