@@ -150,7 +150,7 @@ def test_an_override_keeps_its_declaration_or_replaces_it() -> None:
 
 @pytest.mark.parametrize("request_of_phase", [MODEL, (VALIDATION,), [MODEL]])
 def test_a_declaration_of_other_things_than_specs_is_refused(request_of_phase: Any) -> None:
-    with pytest.raises(ConfigError, match=r"'train': write request as a tuple .* TensorSpec only"):
+    with pytest.raises(ConfigError, match=r"train: write request as a tuple .* TensorSpec only"):
 
         class WrongSite(FedAvgSite[Any]):
             @phase(request=request_of_phase)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from torch import nn
 
 import medflare
 from foreign.install import METHOD as FOREIGN
@@ -285,9 +286,10 @@ class TestOtherDistributions:
         by: str,
     ) -> None:
         (tmp_path / "odd.py").write_text(
+            "from torch.nn import Identity\n"
             "from medflare.methods import Method\n"
             "METHOD = Method(name='odd', title='t', paper='p', site='x:X', server='x:X',\n"
-            "    models={'odd_kind': lambda task, message: 'built'})\n"
+            "    models={'odd_kind': lambda task, message: Identity()})\n"
         )
         describe(tmp_path, "odd", {"odd": "odd:METHOD"})
         describe(tmp_path, "other", {"other": "other_methods:METHOD"})
@@ -302,8 +304,7 @@ class TestOtherDistributions:
             get_method("odd")
         monkeypatch.setenv(PACKAGES_VARIABLE, "odd" if by == "the environment" else "")
         try:
-            built: Any = build_deployed(TASK, model)
-            assert built == "built"
+            assert isinstance(build_deployed(TASK, model), nn.Identity)
         finally:
             sys.modules.pop("odd", None)
 
