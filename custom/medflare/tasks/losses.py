@@ -234,7 +234,22 @@ class Focal(MonaiLoss):
         return value
 
 
-class DiceCE(nn.Module):
+class _WeightedSum(nn.Module):
+    """dice_weight * a Dice loss + other_weight * another loss."""
+
+    def __init__(self, dice: nn.Module, other: nn.Module, dice_weight: float, other_weight: float):
+        super().__init__()
+        self._dice = dice
+        self._other = other
+        self._dice_weight = dice_weight
+        self._other_weight = other_weight
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        dice: Tensor = self._dice_weight * self._dice(logits, targets)
+        return dice + self._other_weight * self._other(logits, targets)
+
+
+class DiceCE(_WeightedSum):
     """dice_weight * `SoftDice` + ce_weight * `CrossEntropy`."""
 
     def __init__(
@@ -247,18 +262,11 @@ class DiceCE(nn.Module):
         dice_weight: float = 1.0,
         ce_weight: float = 1.0,
     ):
-        super().__init__()
-        self._dice = SoftDice(task, batch, squared, include_background)
-        self._cross_entropy = CrossEntropy(task, weights)
-        self._dice_weight = dice_weight
-        self._ce_weight = ce_weight
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        dice = self._dice_weight * self._dice(logits, targets)
-        return dice + self._ce_weight * self._cross_entropy(logits, targets)
+        dice = SoftDice(task, batch, squared, include_background)
+        super().__init__(dice, CrossEntropy(task, weights), dice_weight, ce_weight)
 
 
-class DiceFocal(nn.Module):
+class DiceFocal(_WeightedSum):
     """`SoftDice` + focal loss, the mean over the classes (`Focal`: their sum)."""
 
     def __init__(
@@ -269,14 +277,9 @@ class DiceFocal(nn.Module):
         include_background: bool = True,
         gamma: float = 2.0,
     ):
-        super().__init__()
-        self._dice = SoftDice(task, batch, squared, include_background)
-        self._focal = Focal(task, gamma)
-        self._focal_weight = 1 / task.outputs if task.target == "multiclass" else 1.0
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        focal = self._focal_weight * self._focal(logits, targets)
-        return self._dice(logits, targets) + focal
+        dice = SoftDice(task, batch, squared, include_background)
+        focal_weight = 1 / task.outputs if task.target == "multiclass" else 1.0
+        super().__init__(dice, Focal(task, gamma), 1.0, focal_weight)
 
 
 LOSSES = {
