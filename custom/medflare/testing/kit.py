@@ -104,9 +104,7 @@ def check_method(
         for name, check in _Kit(chosen, task, hyper, Path(folder)).checks(simulator):
             say(name)
             started = time.monotonic()
-            # Figures of reports take half of a run's time; the plain loop's run draws them.
-            undrawn = patch.object(Drawing, "svg", return_value=None)
-            with nullcontext() if name == "plain loop" else undrawn:
+            with nullcontext() if name == "plain loop" else _without_figures():
                 problem = _problem(check, chosen)
             checks.append(Check(name, problem, time.monotonic() - started))
             if problem and name in ("dry run", "plain loop"):
@@ -118,10 +116,14 @@ def final_models(method: str | Method, **hyper: Any) -> dict[str, str]:
     """Final model -> checksum of its tensors, of a run of two rounds of the kit's sites: for tests
     that compare a method with another one, or with other hyper-parameters.
     """
-    undrawn = patch.object(Drawing, "svg", return_value=None)
-    with TemporaryDirectory() as folder, undrawn:
+    with TemporaryDirectory() as folder, _without_figures():
         _Kit(get_method(method), TASK, hyper, Path(folder)).run("run")
         return _checksums(Path(folder, "run"))
+
+
+def _without_figures() -> Any:
+    """Inside, reports have no figures, which take half of a run's time."""
+    return patch.object(Drawing, "svg", return_value=None)
 
 
 def _problem(check: Callable[[], None], method: Method) -> str:
