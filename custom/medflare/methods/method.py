@@ -188,7 +188,7 @@ class Method:
         return site, server
 
     def _check_pair(self) -> None:
-        """Raises ConfigError for what is no algorithm, and if one needs its own method's other."""
+        """Raises ConfigError for what is no algorithm, and if one needs its method's other."""
         from medflare.methods.base import ServerAlgorithm, SiteAlgorithm
 
         self._check_class("site", self.site, SiteAlgorithm)
