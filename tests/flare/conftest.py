@@ -35,8 +35,8 @@ from nvflare.private.fed.server.server_engine import ServerEngine
 from nvflare.private.fed.server.server_runner import ServerRunner
 
 from medflare.cli.startup_kit import template
-from medflare.flare import other_parties
 from medflare.flare.jobs.building import build_job
+from medflare.flare.other_parties import jobs, limits, senders
 
 # What `other_parties` changes of FLARE in the processes of a party, as it is without.
 _CHANGED = {
@@ -76,9 +76,10 @@ def unchanged_flare() -> Iterator[None]:
     yield
     for owner, name, original in _ORIGINALS:
         setattr(owner, name, original)
-    for change in vars(other_parties).values():
-        if hasattr(change, "cache_clear"):
-            change.cache_clear()
+    for module in (jobs, limits, senders):
+        for change in vars(module).values():
+            if hasattr(change, "cache_clear"):
+                change.cache_clear()
 
 
 @pytest.fixture

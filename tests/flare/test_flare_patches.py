@@ -88,7 +88,6 @@ from nvflare.private.fed.server.server_runner import ServerRunner
 from nvflare.private.fed.utils.app_deployer import AppDeployer
 
 from helpers.waiting import eventually
-from medflare.flare import other_parties
 from medflare.flare.flare_patches import (
     keep_ports_apart,
     look_often,
@@ -98,21 +97,29 @@ from medflare.flare.flare_patches import (
     share_cleanup_thread,
     survive_resends,
 )
-from medflare.flare.other_parties import (
+from medflare.flare.other_parties import limits, senders
+from medflare.flare.other_parties.jobs import (
     audit_line_by_line,
     authorize_before_deployment,
+    schedule_each_job_alone,
+    start_jobs_without_refusing_sites,
+    survive_messages,
+)
+from medflare.flare.other_parties.limits import (
     bound_arrays,
     bound_files,
     bound_messages,
     bound_metadata,
     bound_streams,
-    connect_nowhere_else,
     keep_downloads_inside,
-    limit_other_parties,
+)
+from medflare.flare.other_parties.senders import (
+    connect_nowhere_else,
+    keep_consoles_apart,
     obey_the_server_alone,
-    schedule_each_job_alone,
-    start_jobs_without_refusing_sites,
-    survive_messages,
+    refuse_commands_of_sites,
+    refuse_logs,
+    refuse_relayed_messages,
 )
 
 KIT_JOB = "5f6d8a3c-0b1e-4c57-9a64-2f7f3f1b9c11"
@@ -204,7 +211,7 @@ def test_a_process_of_a_site_is_no_part_of_a_test_of_the_network(
     """A member's `speed site-1 server 1 100000000` takes 100 GB of a hospital's memory, and FLARE asks for no right."""
     monkeypatch.setattr(CoreCell, "_process_received_msg", lambda *words: "heard")
     obey_the_server_alone()
-    limit_other_parties()
+    keep_consoles_apart()
     assert not NetManager(MagicMock()).get_spec().cmd_specs
     receiver = CoreCell.__new__(CoreCell)
     receiver.my_info = FqcnInfo("site-1")
@@ -286,7 +293,8 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """What FLARE does with what it accepts is replaced by "done"."""
     monkeypatch.setattr(FederatedServer, "_validate_auth_headers", lambda *words: "done")
     monkeypatch.setattr(ServerCommandAgent, "_execute_command", lambda *words: "done")
-    limit_other_parties()
+    refuse_relayed_messages()
+    refuse_commands_of_sites()
 
 
 @pytest.mark.parametrize(
@@ -304,7 +312,7 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"server.{KIT_JOB}", f"site-1.{KIT_JOB}", "aux_communication", True),
     ],
 )
-@pytest.mark.parametrize("key", other_parties._CHANNEL_AND_TOPIC)
+@pytest.mark.parametrize("key", senders._CHANNEL_AND_TOPIC)
 @pytest.mark.usefixtures("limited")
 def test_the_server_takes_from_sites_and_people_what_is_meant_for_it(
     sender: str, receiver: str, channel: str, accepted: bool, key: str
@@ -400,7 +408,8 @@ def test_a_request_is_of_the_party_that_sent_it(
     requests: list[Message] = []
     monkeypatch.setattr(owner, handler, lambda _, r: requests.append(r))
     monkeypatch.setattr(FederatedServer, "_validate_auth_headers", lambda *words: "done")
-    limit_other_parties()
+    refuse_relayed_messages()
+    refuse_commands_of_sites()
     agent = owner.__new__(owner)
     origin = {
         MessageHeaderKey.ORIGIN: f"{sender}.{KIT_JOB}",
@@ -429,9 +438,9 @@ def peer_context(name: str) -> FLContext:
     return fl_ctx
 
 
-@pytest.mark.usefixtures("limited")
 def test_the_server_writes_no_log_of_another_party(tmp_path: Path) -> None:
     """FLARE writes DIR/JOB/SITE/FILE, where all three are what the sender says, as .. and msgpack.py."""
+    refuse_logs()
     receiver = JobLogReceiver(str(tmp_path))
     stream: dict[str, Any] = {}
     receiver._on_chunk_received(b"import os", stream, peer_context("site-2"))
@@ -618,7 +627,7 @@ def test_metadata_of_a_job_are_bounded(meta: dict[str, Any]) -> None:
 def test_the_configuration_of_a_job_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JobMetaValidator, "_validate_zf", lambda *words: {"name": "n"})
     bound_metadata()
-    large = " " * (other_parties.LARGEST_CONFIG + 1)
+    large = " " * (limits.LARGEST_CONFIG + 1)
     for name, refused in (
         ("job/meta.json", True),
         ("job/app/config/config_fed_client.json", True),
@@ -643,7 +652,7 @@ def test_the_cell_of_a_console_is_its_persons(
     """FLARE gives the connection to whoever came last: a lead's answers would reach a member."""
     monkeypatch.setattr(ConnManager, "update_endpoint", lambda *words: taken.append(words))
     taken: list[Any] = []
-    limit_other_parties.__wrapped__()
+    keep_consoles_apart.__wrapped__()
     manager = ConnManager.__new__(ConnManager)
     known = Endpoint(CONSOLE, conn_props={DriverParams.PEER_CN.value: LEAD})
     manager.sfm_endpoints = {CONSOLE: SimpleNamespace(endpoint=known)}
@@ -671,7 +680,7 @@ def test_a_job_unpacks_to_what_is_allowed(tmp_path: Path, monkeypatch: pytest.Mo
         archive.writestr("app/config/task.json", "{}" + " " * 10_000)
     zip_utils.unzip_all_from_bytes(packed.getvalue(), str(tmp_path))
     assert (tmp_path / "app" / "config" / "task.json").exists()
-    monkeypatch.setattr(other_parties, "_JOB_BYTES", 9_000)
+    monkeypatch.setattr(limits, "_JOB_BYTES", 9_000)
     with pytest.raises(ValueError, match="unpacked it has"):
         zip_utils.unzip_all_from_bytes(packed.getvalue(), str(tmp_path))
 
@@ -684,7 +693,7 @@ def test_an_uploaded_file_is_bounded_and_does_not_stay(
     stream: dict[str, Any] = {stream_base.KEY_FILE_SIZE: 3000}
     file = file_streamer._ChunkConsumer(stream, str(tmp_path))
     part = Shareable({stream_base.KEY_DATA: bytes(1000), stream_base.KEY_DATA_SIZE: 1000})
-    monkeypatch.setattr(other_parties, "_UPLOAD_BYTES", 1500)
+    monkeypatch.setattr(limits, "_UPLOAD_BYTES", 1500)
     for _ in range(2):
         file.consume(part, stream, FLContext())
     with pytest.raises(ValueError, match="more than 1500 bytes"):
@@ -702,14 +711,14 @@ def test_a_party_uploads_few_files_at_once_and_none_stays(
     """FLARE keeps a file whose end never comes; a member would keep all leads from submitting."""
     factory = file_streamer._ChunkConsumerFactory(str(tmp_path))
     of_member, of_lead = [peer_context(f"{name}@example.org") for name in ("member", "lead")]
-    streams: list[dict[str, Any]] = [{} for _ in range(other_parties._UPLOADS)]
+    streams: list[dict[str, Any]] = [{} for _ in range(limits._UPLOADS)]
     files = [factory.get_consumer(stream, of_member) for stream in streams]
     with pytest.raises(ValueError, match=r"member@example\.org uploads"):
         factory.get_consumer({}, of_member)
     factory.get_consumer({}, of_lead)
     files[0].finalize(streams[0], of_member)
     factory.get_consumer({}, of_member)
-    monkeypatch.setattr(other_parties, "_BEGIN_TIMEOUT", -1.0)
+    monkeypatch.setattr(limits, "_BEGIN_TIMEOUT", -1.0)
     factory.get_consumer({}, of_member)
     assert len([*tmp_path.iterdir()]) == 2, "the finished one, and the last one"
 
@@ -720,13 +729,13 @@ def test_a_persons_streams_count_by_the_certificate() -> None:
 
     def parts(person: str) -> list[bool]:
         taken = []
-        for number in range(2 * other_parties._STREAMS):
+        for number in range(2 * limits._STREAMS):
             message = part(number, f"_admin_{uuid.uuid4()}")
             message.set_prop(MessagePropKey.COMMON_NAME, person)
             taken.append(receive(message))
         return taken
 
-    half = [True] * other_parties._STREAMS + [False] * other_parties._STREAMS
+    half = [True] * limits._STREAMS + [False] * limits._STREAMS
     assert parts("member@one.org") == parts("member@two.org") == half
 
 
@@ -737,7 +746,7 @@ def test_messages_and_commands_are_bounded_and_hold_no_file(
     """A table of one byte takes 64, and FLARE writes a file to where a link in its folder leads."""
     sent = {"numbers": [*range(1000)], "weights": b"w" * 2**24, "text": "ε" * 2**24}
     assert fobs.loads(fobs.dumps(sent)) == sent
-    monkeypatch.setattr(other_parties, "_OBJECTS", 100)
+    monkeypatch.setattr(limits, "_OBJECTS", 100)
     listed: list[Any] = [[{}] * 101, [[[]] * 60] * 2, dict.fromkeys(range(101), 1)]
     for many in listed:
         with pytest.raises(ValueError, match=r"more than 100 objects|exceeds max"):
@@ -778,7 +787,7 @@ def test_a_message_has_arrays_of_its_sender_alone_and_as_many_bytes_as_are_allow
     consumer = ArrayConsumer(None, {})
     consumer.consume("ref", {}, [item])
     assert (consumer.result["weight"] == 0).all()
-    monkeypatch.setattr(other_parties, "_STREAM_BYTES", 100_000)
+    monkeypatch.setattr(limits, "_STREAM_BYTES", 100_000)
     with pytest.raises(ValueError, match="more than 100000 bytes"):
         consumer.consume("ref", {}, [item])
 
@@ -807,14 +816,14 @@ def receive(message: Message) -> bool:
 def test_a_party_has_few_unfinished_streams(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    most = other_parties._STREAMS
+    most = limits._STREAMS
     taken = [receive(part(number, f"site-2.{KIT_JOB}")) for number in range(2 * most)]
     assert taken == [True] * most + [False] * most
     assert f"refused: site-2 has {most} unfinished streams" in caplog.text
     assert receive(part(0, f"site-2.{KIT_JOB}", 6))  # of one that it has
     assert all(receive(part(number, "site-1")) for number in range(most))
     assert all(receive(part(number, f"server.{KIT_JOB}")) for number in range(2 * most))
-    monkeypatch.setattr(other_parties, "_BEGIN_TIMEOUT", -1.0)  # they never began
+    monkeypatch.setattr(limits, "_BEGIN_TIMEOUT", -1.0)  # they never began
     assert receive(part(-1))
     for stream in range(2 * most):
         ended = part(stream, "site-3", sequence=0)
@@ -824,8 +833,8 @@ def test_a_party_has_few_unfinished_streams(
 
 @pytest.mark.usefixtures("surviving")
 def test_a_party_has_few_bytes_in_unfinished_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(other_parties, "_STREAM_BYTES", 500)
-    monkeypatch.setattr(other_parties, "_OUT_OF_ORDER_BYTES", 500)
+    monkeypatch.setattr(limits, "_STREAM_BYTES", 500)
+    monkeypatch.setattr(limits, "_OUT_OF_ORDER_BYTES", 500)
     assert receive(part(4, "site-4", sequence=0, payload=bytes(600)))
     assert not receive(part(5, "site-4"))
     assert receive(part(1, sequence=0, payload=bytes(400)))

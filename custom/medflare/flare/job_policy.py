@@ -46,7 +46,8 @@ from medflare.core.text import Json, JsonDict, read_json
 from medflare.data.local import LOCAL_FILE, LocalSettings, in_container, local_settings, read_local
 from medflare.flare.flare_patches import parse_json_only, search_kits_only
 from medflare.flare.names import BUILT, REFUSED, TASK_FILE
-from medflare.flare.other_parties import LARGEST_CONFIG, protect_from_other_parties
+from medflare.flare.other_parties import protect_from_other_parties
+from medflare.flare.other_parties.limits import LARGEST_CONFIG
 
 # FLARE's keys for a component's class; FLARE takes the first one that is there.
 _PATH_KEYS = ("path", "class_path", "name")

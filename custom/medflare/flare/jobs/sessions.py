@@ -23,7 +23,8 @@ from medflare.core.settings import no_such
 from medflare.core.text import Json, printable_json, read_json
 from medflare.flare.flare_patches import search_kits_only
 from medflare.flare.names import JOB_ID
-from medflare.flare.other_parties import connect_nowhere_else, keep_downloads_inside
+from medflare.flare.other_parties.limits import keep_downloads_inside
+from medflare.flare.other_parties.senders import connect_nowhere_else
 
 Job = Json  # FLARE's metadata of a job
 RUNNING = RunStatus.RUNNING.value
