@@ -4,6 +4,7 @@ import dataclasses
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 from xml.etree import ElementTree
 
 import pytest
@@ -14,7 +15,7 @@ from evaluation.pages import Page, faults
 from helpers.small_tasks import small_task
 from medflare.core.events import EventLog
 from medflare.core.palette import COLOURS
-from medflare.evaluation import figures
+from medflare.evaluation import figures, report
 from medflare.evaluation.figures import roc_curves, training_curves
 from medflare.evaluation.presentation import metric_label
 from medflare.evaluation.report import (
@@ -434,6 +435,21 @@ def segmented(**changes: object) -> SiteReport:
         **changes,
     }
     return SiteReport("fedsm", "A", "inside", **content)
+
+
+def test_the_figure_and_the_table_of_a_site_have_one_interval(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [f"p{number}" for number in range(10)]
+    dice = torch.linspace(0.4, 0.9, 10, dtype=torch.float64)
+    deployed = summarize({"dice": 0.65}, Cases(names, {"dice": dice}), small_task())
+    drawing = MagicMock()
+    drawing.return_value.svg.return_value = ""
+    monkeypatch.setattr(report, "patients_drawing", drawing)
+    page = Page(render_site_report(segmented(models={"deployed": deployed})))
+    [interval] = drawing.call_args.args[1].values()
+    low, high = interval
+    assert f"{low:.3f} to {high:.3f}" in table(page, "Means over the test images")[1][1]
 
 
 def test_a_site_report_has_the_values_of_fewer_than_six_patients() -> None:

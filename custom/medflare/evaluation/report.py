@@ -49,7 +49,7 @@ from medflare.evaluation.results import (
 )
 from medflare.tasks import classes
 from medflare.tasks.config import TaskConfig, presets
-from medflare.tasks.summaries import RESAMPLES, Summary, mean_interval
+from medflare.tasks.summaries import ALL, Summary, mean_interval
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -399,11 +399,15 @@ def render_site_report(report: SiteReport) -> str:
     values = {}
     means = {}
     for heading, model in columns.items():
-        by_patient = patient_values(models[model].cases, task)
-        if by_patient:
-            values[heading] = by_patient
-            by_name = [by_patient[name] for name in sorted(by_patient)]
-            means[heading] = mean_interval(by_name, "bootstrap over patients", RESAMPLES)
+        summary = models[model]
+        by_patient = patient_values(summary.cases, task)
+        if not by_patient:
+            continue
+        values[heading] = by_patient
+        if task.kind == "segmentation":
+            means[heading] = summary.intervals.get(ALL, {}).get(task.metric)
+        else:
+            means[heading] = mean_interval([by_patient[name] for name in sorted(by_patient)])
     plot = None
     if values:
         plot = patients_drawing(values, means, value_label(task)).svg("patients")

@@ -226,14 +226,7 @@ def evaluate_final_models(
         metrics[model_name] = _of_enough_patients(summary, model_name, minimum_patients, log)
         small = has_small_class(summary.cases, site.task, minimum_patients)
         if not small:
-            content = dict(summary.classes)
-            if content and has_small_cell(summary.cases, site.task, minimum_patients):
-                content["confusion"] = []
-            tables["classes"][model_name] = content
-            if model_name in FINAL_MODELS:
-                tables["by_label"][model_name] = summary.by_label
-                # As JSON has them.
-                tables["intervals"][model_name] = json.loads(json.dumps(summary.intervals))
+            _add_tables(tables, model_name, summary, site)
         if model_name == "deployed":
             constant = constant_value(site, of_training=not private)
             interval = None if small else summary.intervals.get(ALL, {}).get(site.task.metric)
@@ -246,6 +239,20 @@ def evaluate_final_models(
         if defined:
             meta[name] = defined
     return meta
+
+
+def _add_tables(
+    tables: Mapping[str, JsonDict], model_name: str, summary: Summary, site: Site
+) -> None:
+    """Add what is by class, label and interval; no confusion matrix with a cell of few patients."""
+    classes = dict(summary.classes)
+    if classes and has_small_cell(summary.cases, site.task, site.minimum_patients):
+        classes["confusion"] = []
+    tables["classes"][model_name] = classes
+    if model_name in FINAL_MODELS:
+        tables["by_label"][model_name] = summary.by_label
+        # As JSON has them.
+        tables["intervals"][model_name] = json.loads(json.dumps(summary.intervals))
 
 
 def _report(
@@ -340,12 +347,12 @@ def _doubt(
         predicted = ", ".join(outputs) if named else "one class"
         images = f"all {site.n['test']} test images"
         log.add("constant_output", f"the deployed model predicts {predicted} for {images}")
-    kind, metric, value, constant = standing(metrics, site.task.metric, constant, interval)
+    kind, metric, value, reference = standing(metrics, site.task.metric, constant, interval)
     if kind != NO_BETTER:
         return
     text = f"{metric_label(metric)} of the deployed model is {format_metric(metric, value)}"
     text += " on the test images, no better than the constant prediction"
-    log.add("at_chance", f"{text} {format_metric(metric, constant)}" if named else text)
+    log.add("at_chance", f"{text} {format_metric(metric, reference)}" if named else text)
 
 
 def _of_enough_patients(summary: Summary, model_name: str, minimum: int, log: EventLog) -> Metrics:

@@ -22,7 +22,8 @@ Interval = tuple[float, float]
 ALL = ""  # in place of a structure or class: the metric of the model
 # Structures or classes: the size of metadata is limited (`federation.settings.META_LIMIT`).
 MOST_LABELS = 32
-RESAMPLES = 999
+_RESAMPLES = 999
+_RESAMPLES_OF_MEAN = 9999
 # Metrics of classification that are means over images: a rare class hardly counts in them.
 MEANS_OVER_IMAGES = ("accuracy", "brier", "ece")
 _BATCH = 200  # resamples in memory at once
@@ -69,9 +70,9 @@ def intervals_of(
     if not has_interval(len(names)):
         return {}
     random = numpy_generator(0, "bootstrap over patients")
-    counts = random.multinomial(len(names), np.full(len(names), 1 / len(names)), size=RESAMPLES)
+    counts = random.multinomial(len(names), np.full(len(names), 1 / len(names)), size=_RESAMPLES)
     batches = []
-    for part in np.split(counts, range(_BATCH, RESAMPLES, _BATCH)):
+    for part in np.split(counts, range(_BATCH, _RESAMPLES, _BATCH)):
         weights = part[:, rows].astype(float)
         values = values_of(cases, metrics, task, weights)
         if cases.targets is not None:
@@ -153,16 +154,15 @@ def mean_of_defined(values: Floats, weights: Floats) -> Floats:
         return weights @ np.nan_to_num(values) / (weights @ ~np.isnan(values))
 
 
-def mean_interval(
-    values: Sequence[float], purpose: str = "bootstrap", resamples: int = 9999
-) -> Interval | None:
+def mean_interval(values: Sequence[float]) -> Interval | None:
     """The 95 % percentile bootstrap interval of a mean (Efron and Tibshirani, An Introduction to
     the Bootstrap, 1993, Sec. 13.3).
 
-    None where `has_interval` forbids it. `purpose`: of the random numbers.
+    None where `has_interval` forbids it.
     """
     if not has_interval(len(values)):
         return None
     sample = np.asarray(values)
-    rows = numpy_generator(0, purpose).integers(len(sample), size=(resamples, len(sample)))
+    random = numpy_generator(0, "bootstrap")
+    rows = random.integers(len(sample), size=(_RESAMPLES_OF_MEAN, len(sample)))
     return percentiles(sample[rows].mean(axis=1))
