@@ -28,6 +28,7 @@ from medflare.evaluation.results import (
     results_frame,
     validate_results,
     versions_of_run,
+    write_rounds,
 )
 from medflare.tasks.config import TaskConfig, load_task
 
@@ -243,15 +244,17 @@ def test_no_site_is_a_formula_in_the_table(tmp_path: Path, record: RunRecord) ->
 
 
 def test_steps_are_appended_and_read(tmp_path: Path, history: History) -> None:
-    """A line cut short is skipped, and of a repeated step the last line counts."""
+    """A line cut short is skipped; a resumed run writes all anew."""
     assert read_rounds(tmp_path) == []
     folder = tmp_path / "new"
     append_round(folder, history[0])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"phase": "train", "rou')
-    for line in ({**history[1], "seconds": 9.0}, *history[1:]):
+    for line in history[1:]:
         append_round(folder, line)
     assert read_rounds(folder) == history
+    write_rounds(folder, history[:2])
+    assert read_rounds(folder) == history[:2]
 
 
 def test_metrics_of_structures_and_classes_stand_beside_the_means(

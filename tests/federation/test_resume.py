@@ -13,6 +13,7 @@ import pytest
 
 import medflare
 from helpers.final_models import same_weights
+from helpers.rounds import read_rounds
 from helpers.small_tasks import tiny_grades
 from medflare.core.errors import StateError
 from medflare.federation.local.local_exchange import LocalExchange
@@ -83,6 +84,8 @@ def test_kill_9_loses_nothing(
     folder, expected = whole(method)
     assert results["sites"] == expected["sites"]
     assert same_weights(folder, tmp_path)
+    steps = [line["step"] for line in read_rounds(tmp_path)]
+    assert steps == [line["step"] for line in read_rounds(folder)]
     assert [event["kind"] for event in results["events"]].count("resumed") == 1
 
 

@@ -8,18 +8,16 @@ from medflare.evaluation.results import ROUNDS_FILE
 
 
 def read_rounds(folder: Path) -> list[dict[str, Any]]:
-    """The steps of metrics.jsonl in order; the last line of a step counts (a resumed run repeats
-    steps), damaged lines are skipped.
-    """
+    """The lines of metrics.jsonl without damaged ones."""
     path = folder / ROUNDS_FILE
     if not path.exists():
         return []
-    steps = {}
+    steps = []
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             line = json.loads(text)
         except ValueError:
             continue
         if isinstance(line, dict):  # the rest of a damaged line can be a number
-            steps[line["step"]] = line
-    return [steps[step] for step in sorted(steps)]
+            steps.append(line)
+    return steps

@@ -26,7 +26,7 @@ from pydantic import (
 import medflare
 from medflare.core.errors import StateError
 from medflare.core.events import KINDS, Event
-from medflare.core.files import appending, refuse_link
+from medflare.core.files import appending, refuse_link, write_atomically
 from medflare.core.numbers import fractions
 from medflare.core.packages import code_versions, extension_modules, installed_versions
 from medflare.core.text import NAME, Json, JsonDict, printable_json
@@ -503,10 +503,21 @@ def append_round(folder: Path, line: Json) -> None:
     `line`: {"step", "phase", "round", "seconds", "sites": {site: metadata of its reply},
     "aggregation": {site: {name: number}}}.
     """
-    text = json.dumps(json_ready(line), allow_nan=False).encode() + b"\n"
     path = folder / ROUNDS_FILE
     refuse_link(path, folder)
     with appending(path, public=True) as file:
-        file.write(text)
+        file.write(_line_of(line))
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_rounds(folder: Path, history: Sequence[Json]) -> None:
+    """Write metrics.jsonl with all steps, see `append_round`, of a run that is resumed: the folder
+    may lack steps, or have one that is done again.
+    """
+    content = b"".join(map(_line_of, history))
+    write_atomically(folder / ROUNDS_FILE, content, public=True)
+
+
+def _line_of(line: Json) -> bytes:
+    return json.dumps(json_ready(line), allow_nan=False).encode() + b"\n"

@@ -20,6 +20,7 @@ from medflare.evaluation.results import (
     append_round,
     build_results,
     versions_of_run,
+    write_rounds,
 )
 from medflare.federation.builtin_messages import FEDERATION_SHARES
 from medflare.federation.checkpoint import Checkpoint
@@ -111,6 +112,8 @@ class Run:
             finished = 0
             if resume:
                 finished = self._checkpoint.restore(federation)
+                if self.folder is not None:
+                    write_rounds(self.folder, self.outcome.history)
             federation.run(finished)
             self._store(federation.server)
         except (Aborted, KeyboardInterrupt) as error:
@@ -160,7 +163,7 @@ class Run:
         if resume:
             self._checkpoint.stored()
         check_run(self.method, self.task, self.hyper, self.settings)
-        self._start  # noqa: B018
+        _ = self._start  # raises where there are no weights
 
     @cached_property
     def _start(self) -> StateDict | None:
