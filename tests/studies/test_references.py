@@ -10,7 +10,7 @@ import torch
 from helpers.fixture_types import SiteOf
 from helpers.forked_trial import fork_trials
 from helpers.picture_sites import grades, masks
-from helpers.small_tasks import small_task, tiny_phantom
+from helpers.small_tasks import small_task, tiny_grades, tiny_phantom
 from medflare.data.loading import SiteData, Split
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results, validate_results
 from medflare.federation.local.loop import run_local
@@ -108,6 +108,13 @@ def test_batch_statistics_are_measured_beside_the_plain_model() -> None:
         )
     assert [at for at, _ in results["curves"]["global"]["site-1"]] == [0, 1]
     assert results["traffic"] == plain["traffic"]
+
+
+def test_batch_statistics_have_no_confusion_matrix_of_the_plain_model() -> None:
+    network = {"name": "resnet18", "small_images": True}
+    setting = Setting(load_task(tiny_grades(network=network)), ("site-1", "site-2"), rounds=1)
+    for site in batch_statistics(Draw(setting, 0), {})["sites"].values():
+        assert "global" in site["classes"] and "deployed" not in site["classes"]
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,8 @@ def batch_statistics(draw: Draw, hyper: Json) -> JsonDict:
         metrics = {metric: finite_or_none(value) for metric, value in scores.values.items()}
         results["sites"][name]["metrics"]["deployed"] = metrics
         results[SCORES][name]["deployed"] = scores.cases.to_dict()
-        results["sites"][name].get("intervals", {}).pop("deployed", None)  # of FedAvg's model
+        for item in ("intervals", "classes"):  # of FedAvg's model
+            results["sites"][name].get(item, {}).pop("deployed", None)
     replaced = ("at_chance", "constant_output")  # of FedAvg's, too
     results["events"] = [event for event in results["events"] if event["kind"] not in replaced]
     return _reference(BATCH_STATISTICS, results)
