@@ -724,7 +724,9 @@ def test_a_study_takes_references_and_a_rule_of_selection(study: Engine, tmp_pat
         {"selection": "best"},
         {},
     ]
-    assert rows("fedavg", "--selection", "iou")["fedavg"]["server"] == {"selection": "best"}
+    for rule, shown in (("paired", "paired"), ("mean", "mean"), ("iou", "median")):
+        chosen = rows("fedavg", "--selection", rule)
+        assert chosen["fedavg"]["server"] == {"selection": shown}
     assert study.calls[-1][0][1].task.metric == "iou"
 
 

@@ -98,9 +98,10 @@ def run_study(
         seeds: Each also draws the split by patient (default: the suite's, else 0,1,2)
         leave_one_out: Each site in turn is outside: it does not train and gets the final models
         leave_out (SITES): The same with these sites only, each in its turn
-        selection (best|last|METRIC): How rows without a selection of their own select the deployed
-            round: the best by the task's metric on validation images (best), the last, or the best
-            by another metric, which becomes the task's
+        selection (median|paired|mean|last|METRIC): How rows without a selection of their own select
+            the deployed round: by the sites' median, median gain or mean of the task's metric on
+            validation images, the last, or by the median of another metric, which becomes the
+            task's
         cross_site: Also test every site's model (personal, else deployed) on every site's test
             images
         grid (NAME=VALUE,VALUE): Run each row that has this hyper-parameter (or lr, task.NAME) with
@@ -325,16 +326,15 @@ def _write_figures(folder: Path, study: Any) -> None:
 
 def _selected(task: "TaskConfig", selection: str | None) -> "tuple[TaskConfig, str | None]":
     """The task with the metric that selects rounds, and `selection` of rows that do not set it."""
+    from medflare.methods.parts.selection import RULES
     from medflare.tasks.metrics_table import selection_metrics
 
-    if selection in (None, "best", "last"):
+    if selection in (None, *RULES, "best"):
         return task, selection
-    if selection not in selection_metrics(task.kind):
-        raise ConfigError(
-            f"--selection {selection!r}: choose best, last, "
-            f"{', '.join(selection_metrics(task.kind))}"
-        )
-    return dataclasses.replace(task, metric=selection), "best"
+    metrics = selection_metrics(task.kind)
+    if selection not in metrics:
+        raise ConfigError(f"--selection {selection!r}: choose {', '.join((*RULES, *metrics))}")
+    return dataclasses.replace(task, metric=selection), "median"
 
 
 def _seeds(text: str) -> list[int]:

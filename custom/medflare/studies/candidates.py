@@ -57,7 +57,7 @@ class Candidate:
         """From "fedsm:lam=0.3,gamma=0.9", "prr:site.beta=1", "moon:server_algorithm=grace" or
         "single-site:method=prr".
 
-        `selection`: "best" or "last", if the text does not set it; None: the method's default.
+        `selection`: a rule, if the text does not set it; None: the method's default.
         ConfigError: an unknown method or hyper-parameter, an invalid value, or a setting that the
         reference does not have.
         """

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from statistics import fmean, median
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator
 
@@ -27,7 +27,9 @@ def _renamed(rule: Any) -> Any:
     return "median" if rule == "best" else rule
 
 
-Selection = Annotated[Literal["median", "paired", "mean", "last"], BeforeValidator(_renamed)]
+_Rule = Literal["median", "paired", "mean", "last"]
+RULES = get_args(_Rule)
+Selection = Annotated[_Rule, BeforeValidator(_renamed)]
 
 
 class Best:
