@@ -50,6 +50,11 @@ class TestLocalTraining:
         assert not squares.equal(algorithm.discriminator, first)
         assert {"discriminator", "optimizer/discriminator"} <= algorithm.memory.states.keys()
 
+    def test_a_reset_optimizer_keeps_no_moments_of_the_discriminator(self) -> None:
+        algorithm = squares.algorithm(GraceSite, client="adv", reset_optimizer=True)
+        algorithm.perform("train", 0, Message({"model": squares.start()}))
+        assert "optimizer/discriminator" not in algorithm.memory.states
+
     def test_metadata_and_probe(self) -> None:
         _, meta = squares.trained(GraceSite, probe=True)
         assert 0 <= meta["validation"]["personal"] <= 1 and -2 <= meta["a_distance"] <= 2

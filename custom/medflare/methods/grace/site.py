@@ -214,18 +214,17 @@ class GraceSite(PersonalSite[GraceSiteHyper]):
             discriminator.load_state_dict(self.discriminator)
         # The rate of the published code.
         adam = torch.optim.Adam(discriminator.parameters(), lr=7e-4)
-        self.optimizers.recall("discriminator", adam)
 
         def step(*_: object) -> None:
             adam.step()
             adam.zero_grad()
 
-        handle = optimizer.register_step_post_hook(step)
-        try:
-            yield discriminator
-        finally:
-            handle.remove()
-        self.optimizers.keep("discriminator", adam)
+        with self.continued({"discriminator": adam}):
+            handle = optimizer.register_step_post_hook(step)
+            try:
+                yield discriminator
+            finally:
+                handle.remove()
         self.discriminator = copied_state(discriminator)
 
     def finalize(self, incoming: Message) -> FinalModels:
