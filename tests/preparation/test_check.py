@@ -467,6 +467,19 @@ def test_images_that_are_decoded_when_used_are_those_in_memory(
     assert held.notes == read.notes and held.acquired == read.acquired
 
 
+def test_an_image_that_breaks_after_it_was_checked_is_named(
+    make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "_IN_MEMORY", 0)
+    folder = make_site()
+    task = make_task("segmentation", unreadable="skip")
+    train = load_site_data("A", task, folder, in_memory=False).train
+    name = train.names[1]
+    next(folder.rglob(name)).write_bytes(b"broken")
+    with pytest.raises(DataError, match=name):
+        _ = train.images[1]
+
+
 def test_slices_that_are_decoded_when_used_are_those_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -519,7 +519,11 @@ def decoded_when_used(
 
     @lru_cache(maxsize=1)
     def rows_of(index: int) -> list[DecodedRow]:
-        return list(decoded_rows(task, source, [items[index]], {}))
+        failed_since: dict[int, str] = {}
+        rows = list(decoded_rows(task, source, [items[index]], failed_since))
+        if failed_since:
+            raise DataError(failed_since[0])
+        return rows
 
     def read(row: DecodedRow, name: str) -> Tensor:
         if getattr(row, name) is None:
