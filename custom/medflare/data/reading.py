@@ -634,10 +634,7 @@ def read_image(
     arrays: list[np.ndarray | None] = []
     coloured = False
     count = 1 if len(files) > 1 else task.image_channels
-    # Of the first channel that has a file: its path, content and array.
-    path = Path()
-    first = Stored(np.zeros(0))
-    like = first.array
+    first: _Channel | None = None  # that has a file
     for file in files:
         if file is None:
             arrays.append(None)
@@ -649,32 +646,52 @@ def read_image(
         if task.spatial_dims == 2:
             array = stored.as_slices(array)
         coloured = coloured or has_colours
-        if not first.array.size:
-            path = file
-            first = stored
-            like = array
-        elif task.spatial_dims == 3 and first.grid is not None and stored.grid is not None:
-            check_same_grid(file, stored.grid.turned(first.grid.codes), path, first.grid)
-            array = apply_turn(array, stored.grid.turn(first.grid.codes))
+        channel = _Channel(file, stored, array)
+        if first is None:
+            first = channel
+            arrays.append(array)
         else:
-            check_same_grid(file, stored.slice_grid, path, first.slice_grid)
-        if array.shape[1:] != like.shape[1:]:
-            sides = format_shape(array.shape[1:])
-            raise DataError(
-                f"{file}: {sides}, {path.name} is {format_shape(like.shape[1:])}; "
-                "store all channels at one size"
-            )
-        arrays.append(array)
-    array = like
+            arrays.append(_on_grid_of(first, channel, task))
+    assert first is not None  # `Source.image` refuses an image without files
+    array = first.array
     if len(arrays) > 1:
-        zeros = np.zeros_like(like[:1])
+        zeros = np.zeros_like(array[:1])
         array = np.concatenate([zeros if channel is None else channel for channel in arrays])
+    grid = first.stored.grid
     if task.spatial_dims == 2:
-        return Image(array, first.grid, first.slice_grid, coloured)
-    assert first.grid is not None
-    bounds.check_resampled(path, first.grid, task)
-    array, grid = to_task_grid(array, first.grid, task)
-    return Image(array, first.grid, grid, coloured)
+        return Image(array, grid, first.stored.slice_grid, coloured)
+    assert grid is not None
+    bounds.check_resampled(first.file, grid, task)
+    array, task_grid = to_task_grid(array, grid, task)
+    return Image(array, grid, task_grid, coloured)
+
+
+class _Channel(NamedTuple):
+    file: Path
+    stored: Stored
+    array: np.ndarray  # (1, ...) in the task's channels
+
+
+def _on_grid_of(first: _Channel, other: _Channel, task: TaskConfig) -> np.ndarray:
+    """The array of another channel, in the orientation of the first one; DataError for another grid
+    or size.
+    """
+    array = other.array
+    grid = first.stored.grid
+    other_grid = other.stored.grid
+    if task.spatial_dims == 3 and grid is not None and other_grid is not None:
+        check_same_grid(other.file, other_grid.turned(grid.codes), first.file, grid)
+        array = apply_turn(array, other_grid.turn(grid.codes))
+    else:
+        check_same_grid(other.file, other.stored.slice_grid, first.file, first.stored.slice_grid)
+    sides = array.shape[1:]
+    first_sides = first.array.shape[1:]
+    if sides != first_sides:
+        raise DataError(
+            f"{other.file}: {format_shape(sides)}, {first.file.name} is "
+            f"{format_shape(first_sides)}; store all channels at one size"
+        )
+    return array
 
 
 def _volume_grid(stored: Stored, path: Path, task: TaskConfig) -> Grid:
