@@ -204,7 +204,7 @@ def test_segmentation_scores(make_task: TaskOf) -> None:
     probabilities = torch.where(truth[:, None] == 1, 0.9, 0.1)
     scores = score(probabilities, truth, ["a", "b", "c"], make_task(), ALL)
     assert scores.values == {"dice": 1.0, "iou": 1.0, "hd95": 0.0}
-    assert scores.left_out == 2 and scores.hd95_left_out == 2 and not scores.undefined
+    assert scores.left_out["dice"] == 2 and scores.left_out["hd95"] == 2 and not scores.undefined
     blank = score(
         torch.zeros(2, 1, 8, 8),
         torch.zeros(2, 8, 8, dtype=torch.long),
@@ -213,7 +213,7 @@ def test_segmentation_scores(make_task: TaskOf) -> None:
         ALL,
     )
     assert blank.values == {"dice": None, "iou": None, "hd95": None}
-    assert set(blank.undefined) == set(ALL) and blank.left_out == 2
+    assert set(blank.undefined) == set(ALL) and blank.left_out["dice"] == 2
     missed = score(torch.zeros(1, 1, 8, 8), truth[:1], ["a"], make_task(), ALL)
     assert missed.values == {"dice": 0.0, "iou": 0.0, "hd95": None} and set(missed.undefined) == {
         "hd95"

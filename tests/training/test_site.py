@@ -84,7 +84,7 @@ def test_score_and_predict(make_task: TaskOf) -> None:
 
     scores = site.score(perfect)
     # Image 0 has an empty mask.
-    assert scores.values == {"dice": 1.0, "iou": 1.0} and scores.left_out == 1
+    assert scores.values == {"dice": 1.0, "iou": 1.0} and scores.left_out["dice"] == 1
     assert set(site.score(perfect, "test").values) == {"dice", "iou", "hd95"}
     assert set(site.score(perfect, metrics=["hd95"]).values) == {"hd95"}
     assert predicted(site, perfect, "validation").shape == (70, 1, 16, 16)

@@ -373,14 +373,15 @@ def _test_summary(
     scores = measured.scores(site.data.test.patients)
     for metric, reason in scores.undefined.items():
         log.add("undefined", f"{model_name} {metric}: {reason}")
-    distance = "hd95" if site.task.spatial_dims == 2 else "hd95_mm"
-    for metric, count in (("dice and iou", scores.left_out), (distance, scores.hd95_left_out)):
+    metrics_of_count = defaultdict(list)
+    for metric, count in scores.left_out.items():
         if count:
-            number = "some" if site.minimum_patients > 1 else count
-            log.add(
-                "undefined",
-                f"{model_name} {metric}: undefined for {number} patients and structures, "
-                "left out of the means",
-            )
+            metrics_of_count["some" if site.minimum_patients > 1 else count].append(metric)
+    for number, names in metrics_of_count.items():
+        log.add(
+            "undefined",
+            f"{model_name} {', '.join(names)}: undefined for {number} patients and structures, "
+            "left out of the means",
+        )
     metrics = {metric: finite_or_none(value) for metric, value in scores.values.items()}
     return summarize(metrics, scores.cases, site.task), measured.constant_outputs()

@@ -17,7 +17,7 @@ from medflare.tasks.annotation import Annotation
 from medflare.tasks.class_metrics import of_outputs
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics_table import dice, known_metric, metric_table
+from medflare.tasks.metrics_table import known_metric, metric_table
 
 # A Tensor (N, ...) of images of one size, or a sequence of Tensors (...) of different sizes.
 Images = Any
@@ -36,8 +36,9 @@ class Scores:
 
     values: dict[str, float | None]  # None where it is undefined
     undefined: dict[str, str] = field(default_factory=dict)  # metric -> why it is None
-    left_out: int = 0  # pairs whose Dice and IoU are 0/0: neither truth nor prediction has a pixel
-    hd95_left_out: int = 0  # pairs without an image in which truth and prediction both have pixels
+    # Metric -> pairs; Dice and IoU are 0/0 where neither truth nor prediction has a pixel, a
+    # distance is undefined where no image has pixels in both.
+    left_out: dict[str, int] = field(default_factory=dict)
     # Predictions of single patients; empty where nothing could be scored.
     cases: Cases = field(default_factory=Cases, repr=False, compare=False)
 
@@ -149,15 +150,14 @@ class MetricParts:
         by_structure: dict[str, dict[str, Tensor]] = {name: {} for name in self.structures}
         shown = counts[..., [0, 3]].sum(dim=-1) > 0  # true positives or false negatives
         cases = Cases(tuple(numbers), per_patient, structures=by_structure, shown=shown)
-        scores = Scores({}, left_out=int(dice(counts).isnan().sum()), cases=cases)
+        scores = Scores({}, cases=cases)
         for metric in self.metrics:
             if metric_table()[metric].source == "counts":
                 values = metric_table()[metric].compute(counts)
             else:
                 part = self.parts[metric]
                 values = by_patient(part.nan_to_num()) / by_patient(~part.isnan())
-            if metric.startswith("hd95"):
-                scores.hd95_left_out = int(values.isnan().sum())
+            scores.left_out[metric] = int(values.isnan().sum())
             per_patient[metric] = values.nanmean(dim=1)
             for column, name in enumerate(self.structures):
                 by_structure[name][metric] = values[:, column]
