@@ -50,8 +50,8 @@ class EventLog:
 
     def add(
         self, kind: str, message: str, site: str | None = None, round: int | None = None
-    ) -> Event:
-        """Add and return an event; `message` becomes one printable line, `round` is 0-based. Of a
+    ) -> None:
+        """Add an event; `message` becomes one printable line, `round` is 0-based. Of a
         site the first 1000 are stored and all doubts about its model: they are in every checkpoint.
 
         ValueError: `kind` is not in `KINDS`.
@@ -62,11 +62,10 @@ class EventLog:
         if site is not None and kind not in DOUBTS:
             self._of_site[site] += 1
             if self._of_site[site] > _MOST_OF_SITE:
-                return event
+                return
             if self._of_site[site] == _MOST_OF_SITE:
                 event |= {"kind": "warning", "message": "further events of the site are left out"}
         self._events.append(event)
-        return event
 
     def extend(
         self, events: Iterable[Json], site: str | None = None, round: int | None = None

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     _Planned = tuple[ParticipantSpec, type[SiteAlgorithm], Plan]
 
 _COLUMNS = ("time", "phase", "round", "entry", "tensors", "bytes", "purpose", "sent")
-_RETURN_CODES = {code: code for name, code in vars(ReturnCode).items() if not name.startswith("_")}
+_RETURN_CODES = [code for name, code in vars(ReturnCode).items() if not name.startswith("_")]
 _LONGEST = 1000  # characters of a failed task's reason, and of a header
 
 
@@ -227,7 +227,7 @@ def _return_code(shareable: Shareable) -> str:
     code = headers.get(ReservedHeaderKey.RC, ReturnCode.OK) if isinstance(headers, dict) else None
     if not isinstance(code, str):
         return ReturnCode.EXECUTION_EXCEPTION
-    return _RETURN_CODES.get(code, ReturnCode.EXECUTION_EXCEPTION)
+    return code if code in _RETURN_CODES else ReturnCode.EXECUTION_EXCEPTION
 
 
 def _undeclared(shareable: Shareable, site: str) -> Shareable:
