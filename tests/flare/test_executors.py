@@ -254,9 +254,10 @@ def test_no_name_of_a_file_leaves_with_an_error(
     for error in (
         DataError("/archive/Meier Anna.png is odd"),
         ValueError("/archive/Meier Anna.png is odd"),
+        SystemExit("/archive/Meier Anna.png is odd"),
     ):
 
-        def broken(*arguments: object, error: Exception = error) -> None:
+        def broken(*arguments: object, error: BaseException = error) -> None:
             raise error
 
         monkeypatch.setattr("medflare.methods.fedavg.FedAvgSite.fit", broken)
@@ -267,7 +268,7 @@ def test_no_name_of_a_file_leaves_with_an_error(
         )
     assert "Meier" not in caplog.text
     kept = place / "medflare/run/errors.log"
-    assert kept.read_text().count("Meier Anna.png is odd") == 2 and kept.stat().st_mode & 0o077 == 0
+    assert kept.read_text().count("Meier Anna.png is odd") == 3 and kept.stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

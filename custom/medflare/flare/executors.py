@@ -136,7 +136,7 @@ class MedflareExecutor(Executor):
             return self._reply(task_name, round, shareable, fl_ctx)
         except Aborted:
             return make_reply(ReturnCode.TASK_ABORTED)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # code that calls sys.exit is a bug, too
             self._store_traceback()
             on_one_machine = self._host.started() and isinstance(error, MedflareError)
             reason = str(error) if on_one_machine else outward(error, task_name, round)

@@ -178,7 +178,7 @@ def error_text(shareable: Shareable, code: str) -> str:
     return f"the task ended with FLARE's return code {code}"
 
 
-def outward(error: Exception, phase: str, round: int) -> str:
+def outward(error: BaseException, phase: str, round: int) -> str:
     """The text of an error that may leave the site.
 
     It holds nothing that may name an image or a patient, and no folder.
