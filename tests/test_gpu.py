@@ -270,11 +270,6 @@ def trained(task: str = "step", **local: Any) -> StateDict:
     return {**model, **copy_state(algorithm.memory.states["optimizer/model"])}
 
 
-def equal_bits(first: StateDict, second: StateDict) -> bool:
-    same_names = first.keys() == second.keys()
-    return same_names and all(torch.equal(first[name], second[name]) for name in first)
-
-
 @needs_gpu
 @pytest.mark.parametrize("task", ["step", "bf16"])
 def test_equal_moments_with_and_without_a_graph(
@@ -283,7 +278,7 @@ def test_equal_moments_with_and_without_a_graph(
     with_graph = trained(task)
     assert len(captured) == 1
     monkeypatch.setattr(graph.StepReplay, "captured", lambda *_: None)
-    assert equal_bits(with_graph, trained(task))
+    assert squares.equal(with_graph, trained(task))
     assert len(captured) == 1
 
 
@@ -318,7 +313,7 @@ def test_a_step_that_no_graph_can_repeat(
     assert line.startswith("site site-1: ") and reasons[problem] in line
     assert captured == [] and torch.cuda.current_stream() == stream
     monkeypatch.setattr(graph.StepReplay, "captured", lambda *_: None)
-    assert equal_bits(tried, trained())
+    assert squares.equal(tried, trained())
 
 
 @needs_gpu

@@ -17,6 +17,7 @@ from medflare.inference.deployed import plain_message, save_model
 from medflare.networks.catalogue import initial_network
 from medflare.networks.weights import PACKAGE, WEIGHTS_VARIABLE, starting_state
 from medflare.tasks.config import TaskConfig
+from methods.squares import equal
 
 NETWORK: dict[str, Any] = {
     "name": "SegResNet",
@@ -59,10 +60,6 @@ def refused(named: str, path: Path, *file: Any, **changes: Any) -> None:
     """Weights that the task of `task_with` cannot start from."""
     with pytest.raises(ConfigError, match=named):
         starting_state(task_with(path, *file, **changes), 0, path)
-
-
-def equal(a: Any, b: Any) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("format", ["safetensors", "torch", "medflare", "torchvision"])

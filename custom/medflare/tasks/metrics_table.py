@@ -258,6 +258,7 @@ def _of_masks(
 _in_mm = partial(_of_masks, millimetres=True)
 _EMPTY = "no image has a foreground pixel, true or predicted (0/0)"
 _NOT_BOTH = "no image has both true and predicted foreground"
+_NO_IMAGE = "no image"
 _ONE_CLASS = "the true labels hold a single class"
 _NO_LABEL = "no image has a label"
 _error = partial(Metric, lower_is_better=True, bounds=(0.0, 1e6))
@@ -286,9 +287,9 @@ METRICS: Mapping[str, Metric] = {
         "counts", "volume error", volume_error, "no image has a true foreground pixel"
     ),
     "lesion_f1": Metric("masks", "lesion F1", _of_masks(lesion_f1), _EMPTY),
-    "accuracy": _of_classes("accuracy", accuracy, _ONE_CLASS, default=True),
+    "accuracy": _of_classes("accuracy", accuracy, _NO_IMAGE, default=True),
     "balanced_accuracy": _of_classes(
-        "balanced accuracy", macro(sensitivity, ("binary", "multilabel")), _ONE_CLASS, default=True
+        "balanced accuracy", macro(sensitivity, ("binary", "multilabel")), _NO_IMAGE, default=True
     ),
     "f1_macro": _of_classes(
         "F1 (macro)", macro(f1, ("binary",)), "no label occurs or is predicted (0/0)", default=True
@@ -307,9 +308,9 @@ METRICS: Mapping[str, Metric] = {
         bounds=(-1.0, 1.0),
     ),
     "brier": _of_classes(
-        "Brier score", brier_score, "no image", lower_is_better=True, bounds=(0.0, 2.0)
+        "Brier score", brier_score, _NO_IMAGE, lower_is_better=True, bounds=(0.0, 2.0)
     ),
-    "ece": _of_classes("calibration error", calibration_error, "no image", lower_is_better=True),
+    "ece": _of_classes("calibration error", calibration_error, _NO_IMAGE, lower_is_better=True),
 }
 
 
