@@ -496,7 +496,9 @@ def decoded_once(
             decoded = Decoded(list(decoded_rows(task, source, reading, failed)), failed)
         else:
             paths = [Path(cache.folder) / f"{key}{_ENDING}" for key in keys]
-            decoded = _CachedImages(task, source, items, cache, paths).decoded(site, reading)
+            folder = CacheFolder(cache.folder, cache.limit_gb, set(paths))
+            images = _CachedImages(task, source, items, paths, folder)
+            decoded = images.decoded(site, reading, cache.memory_gb)
     _decoded_sites[key] = decoded
     while len(_decoded_sites) > _KEPT_SITES:
         _decoded_sites.popitem(last=False)
@@ -572,20 +574,65 @@ def _extension_modules(task: TaskConfig, items: Iterable[DatalistItem]) -> set[s
 
 
 @dataclass
+class CacheFolder:
+    """A folder whose files take at most `limit_gb`: the least recently used ones of other sites and
+    tasks make room for new ones.
+    """
+
+    folder: str
+    limit_gb: float
+    used: set[Path]  # files that stay
+    write_error: str = ""  # of the first file that could not be written
+    bytes_left: int | None = None  # that may still be written; None: not yet known
+    unused: list[Path] = field(default_factory=list)  # least recently used first
+
+    def write(self, path: Path, content: bytes) -> None:
+        """Write a file; an error is logged and remembered."""
+        try:
+            self._make_room(len(content))
+            write_atomically(path, content)
+        except OSError as error:
+            self.write_error = error.strerror or str(error)
+            _log.warning(
+                "cache %s cannot be written (%s); the next process decodes again",
+                self.folder,
+                self.write_error,
+            )
+
+    def _make_room(self, count: int) -> None:
+        """Delete unused files until `count` more bytes fit."""
+        if self.bytes_left is None:
+            files: dict[Path, os.stat_result] = {}
+            for path in Path(self.folder).glob(f"*{_ENDING}"):
+                with suppress(FileNotFoundError):  # another job deleted it
+                    files[path] = path.stat()
+            by_age = sorted(files, key=lambda path: files[path].st_mtime)
+            self.unused = [path for path in by_age if path not in self.used]
+            used_bytes = sum(status.st_size for status in files.values())
+            self.bytes_left = int(self.limit_gb * _GB) - used_bytes
+        self.bytes_left -= count
+        while self.bytes_left < 0:
+            if not self.unused:
+                raise OSError(errno.ENOSPC, f"more than cache.limit_gb = {self.limit_gb:g}")
+            with suppress(OSError):
+                oldest = self.unused.pop(0)
+                size = oldest.stat().st_size
+                oldest.unlink()
+                self.bytes_left += size
+
+
+@dataclass
 class _CachedImages:
-    """The cached images of a site."""
+    """A site's images, read from the cache or decoded into it."""
 
     task: TaskConfig
     source: Source
     items: list[DatalistItem]
-    cache: CacheSettings
     paths: list[Path]  # of the cache's file of each item
+    cache: CacheFolder
     failed: dict[int, str] = field(default_factory=dict)
-    write_error: str = ""
-    bytes_left: int | None = None  # that may still be written; None: not yet known
-    unused: list[Path] = field(default_factory=list)  # of other tasks, least recently used first
 
-    def decoded(self, site: str, reading: Iterable[DatalistItem]) -> Decoded:
+    def decoded(self, site: str, reading: Iterable[DatalistItem], memory_gb: float) -> Decoded:
         """All images: in memory if they fit, else read when they are used."""
         task = self.task
         rows = []
@@ -597,14 +644,15 @@ class _CachedImages:
                 item_rows = [_on_disk(row, task) for row in item_rows]
             rows += item_rows
             nbytes += sum(row.nbytes for row in item_rows)
-            if fits and nbytes > self.cache.memory_gb * _GB:
+            if fits and nbytes > memory_gb * _GB:
                 fits = False
                 rows = [_on_disk(row, task) for row in rows]
-            if not fits and self.write_error:
+            if not fits and self.cache.write_error:
                 raise DataError(
                     f"site {site}: its decoded images take more than "
-                    f"memory_gb = {self.cache.memory_gb:g}, "
-                    f"and the cache {self.cache.folder} cannot take them ({self.write_error}); "
+                    f"memory_gb = {memory_gb:g}, "
+                    f"and the cache {self.cache.folder} cannot take them "
+                    f"({self.cache.write_error}); "
                     "give it room in local/medflare.json, or raise memory_gb"
                 )
         return Decoded(rows, self.failed, None if fits else self._read)
@@ -659,56 +707,9 @@ class _CachedImages:
         """The rows of an item, written to the cache; none if it cannot be used."""
         item = self.items[number]
         rows = list(decoded_rows(self.task, self.source, [item], self.failed, number))
-        if number in self.failed or self.write_error:
-            return rows
-        try:
-            self._write(self.paths[number], rows)
-        except OSError as error:
-            self.write_error = error.strerror or str(error)
-            _log.warning(
-                "cache %s cannot be written (%s); the next process decodes again",
-                self.cache.folder,
-                self.write_error,
-            )
+        if number not in self.failed and not self.cache.write_error:
+            self.cache.write(self.paths[number], _file_content(rows))
         return rows
-
-    def _write(self, path: Path, rows: Sequence[DecodedRow]) -> None:
-        tensors = {}
-        if rows:
-            tensors["image"] = torch.stack([row.image for row in rows])
-            targets = torch.stack([row.target for row in rows])
-            small = targets.to(torch.uint8)  # one byte for a label, where that loses nothing
-            if torch.equal(small.to(targets.dtype), targets):
-                targets = small
-            tensors["target"] = targets
-        described = [[row.name, row.spacing, row.acquired, row.counts, row.nbytes] for row in rows]
-        content = save(tensors, {_ROWS: json.dumps(described)})
-        self._make_room(len(content))
-        write_atomically(path, content)
-
-    def _make_room(self, count: int) -> None:
-        """Delete the least recently used files of other sites and tasks until `count` more bytes
-        fit.
-        """
-        if self.bytes_left is None:
-            used = set(self.paths)
-            files: dict[Path, os.stat_result] = {}
-            for path in Path(self.cache.folder).glob(f"*{_ENDING}"):
-                with suppress(FileNotFoundError):  # another job deleted it
-                    files[path] = path.stat()
-            by_age = sorted(files, key=lambda path: files[path].st_mtime)
-            self.unused = [path for path in by_age if path not in used]
-            used_bytes = sum(status.st_size for status in files.values())
-            self.bytes_left = int(self.cache.limit_gb * _GB) - used_bytes
-        self.bytes_left -= count
-        while self.bytes_left < 0:
-            if not self.unused:
-                raise OSError(errno.ENOSPC, f"more than cache.limit_gb = {self.cache.limit_gb:g}")
-            with suppress(OSError):
-                oldest = self.unused.pop(0)
-                size = oldest.stat().st_size
-                oldest.unlink()
-                self.bytes_left += size
 
     def _unpacked(self, target: Tensor | None) -> Any:
         if target is None:
@@ -716,3 +717,17 @@ class _CachedImages:
         if self.task.target == "multilabel":
             return target.to(torch.float32)
         return target.to(torch.int64)
+
+
+def _file_content(rows: Sequence[DecodedRow]) -> bytes:
+    """The content of a cache file."""
+    tensors = {}
+    if rows:
+        tensors["image"] = torch.stack([row.image for row in rows])
+        targets = torch.stack([row.target for row in rows])
+        small = targets.to(torch.uint8)  # one byte for a label, where that loses nothing
+        if torch.equal(small.to(targets.dtype), targets):
+            targets = small
+        tensors["target"] = targets
+    described = [[row.name, row.spacing, row.acquired, row.counts, row.nbytes] for row in rows]
+    return save(tensors, {_ROWS: json.dumps(described)})
