@@ -343,9 +343,13 @@ class Decoded(NamedTuple):
         values = [getattr(row, name) for row in rows]
         one_size = task.spatial_dims == 2 and task.image_mode == "resize"
         if one_size or (name == "target" and task.kind == "classification"):
-            # Of no rows: the size of the first image.
-            return torch.stack(values or [getattr(self.rows[0], name)])[: len(values)]
+            return torch.stack(values) if values else no_images_like(getattr(self.rows[0], name))
         return tuple(values)
+
+
+def no_images_like(first: Tensor) -> Tensor:
+    """A batch (0, ...) of the size of a site's first image or target."""
+    return first.new_empty(0, *first.shape)
 
 
 def decoded_rows(

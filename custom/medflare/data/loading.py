@@ -35,6 +35,7 @@ from medflare.data.decoding import (
     decoded_once,
     decoded_rows,
     decoded_when_used,
+    no_images_like,
 )
 from medflare.data.local import DATA_ROOT_VARIABLE, CacheSettings, ImageBounds
 from medflare.data.targets import annotation_of, encode_label, renumbering
@@ -101,8 +102,9 @@ def _take(tensors: Images, rows: Tensor) -> Tensor:
         if tensors.is_cuda:  # rows that are not in pinned memory would wait for all pending work
             rows = rows.pin_memory().to(tensors.device, non_blocking=True)
         return tensors[rows]
-    numbers = rows.tolist() or [0]  # no rows: the size is that of the first image
-    return torch.stack([tensors[row] for row in numbers])[: len(rows)]
+    if not len(rows):
+        return no_images_like(tensors[0])
+    return torch.stack([tensors[row] for row in rows.tolist()])
 
 
 def _on(tensors: Images, device: torch.device) -> Images:

@@ -7,7 +7,7 @@ model gets the same windows everywhere.
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,6 +48,15 @@ class WholeImages:
         return read_ahead(data, in_order(len(data), size), data.take)
 
 
+class DrawnImages(NamedTuple):
+    """Image and target of every row, and `like`, those of any image: they give an empty batch
+    (DP-SGD) its shape.
+    """
+
+    pairs: list[Samples]
+    like: Samples
+
+
 class Patches(WholeImages):
     """Patches of images at their own size (`image_mode` "patch"); smaller images are padded with
     zeros.
@@ -57,34 +66,28 @@ class Patches(WholeImages):
         self.size = task.size
         self.per_image = task.patches_per_image
 
-    def read(self, data: Split, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Image and target of every row; then once more those of the first image, which give an
-        empty batch (DP-SGD) its shape.
-        """
+    def read(self, data: Split, rows: Tensor) -> DrawnImages:
+        """The images of rows; each is read once, however often it is drawn."""
         order = rows.tolist()
-        pairs = {}
-        for row in order or [0]:
-            if row not in pairs:  # each is read once, however often it is drawn
-                pairs[row] = (data.image(row), data.targets[row])
-        return [*(pairs[row] for row in order), next(iter(pairs.values()))]
+        pairs = {row: data[row] for row in dict.fromkeys(order or [0])}
+        return DrawnImages([pairs[row] for row in order], next(iter(pairs.values())))
 
-    def samples(
-        self, images: list[tuple[Tensor, Tensor]], random: np.random.RandomState
-    ) -> Samples:
+    def samples(self, images: DrawnImages, random: np.random.RandomState) -> Samples:
         """A patch of every image, as often centred on a foreground as on a background voxel."""
         from monai.transforms.croppad.dictionary import RandCropByPosNegLabeld
 
-        *pairs, (like, label) = images
         crop = RandCropByPosNegLabeld(
             ["image", "target"], label_key="foreground", spatial_size=self.size
         )
         crop.set_random_state(state=random)
-        patches = [like.new_zeros(0, len(like), *self.size)]
-        targets = [label.new_zeros(0, *label.shape[: -len(self.size)], *self.size)]
+        count = len(images.pairs)
+        like, label = images.like
+        patches = like.new_empty(count, len(like), *self.size)
+        targets = label.new_empty(count, *label.shape[: -len(self.size)], *self.size)
         with plain_tensors(), warnings.catch_warnings():
             # Images without foreground are expected.
             warnings.filterwarnings("ignore", "Num foregrounds")
-            for image, target in pairs:
+            for row, (image, target) in enumerate(images.pairs):
                 target = padded_to(target.reshape(-1, *image.shape[1:]).float(), self.size)
                 sample = {
                     "image": padded_to(image, self.size),
@@ -92,9 +95,9 @@ class Patches(WholeImages):
                     "foreground": target.amax(dim=0, keepdim=True),
                 }
                 (patch,) = crop(sample)
-                patches.append(patch["image"][None])
-                targets.append(patch["target"].reshape(1, *targets[0].shape[1:]).to(label.dtype))
-        return torch.cat(patches), torch.cat(targets)
+                patches[row] = patch["image"]
+                targets[row] = patch["target"].reshape(targets.shape[1:])
+        return patches, targets
 
     def in_order(self, data: Split, size: int) -> Batches:
         """Adjacent windows that cover every image, `size` at a time."""
