@@ -290,41 +290,26 @@ def load_site_data(
     else:
         decoded = decoded_when_used(site, task, source, items)
     check_unreadable(decoded.failed, len(items), task, site)
-    _check_not_empty({items[row.item_index].split for row in decoded.rows}, site, needed)
+    row_items = [items[row.item_index] for row in decoded.rows]
+    _check_not_empty({item.split for item in row_items}, site, needed)
 
     # 3. Loading: the rows of each list as tensors. "training" becomes "train" here, nowhere else.
     train, validation, test = (_split(decoded, items, name, task) for name in LISTS)
     if unlabelled:
         train = uncounted(train, task)
 
-    # What the site learns about its data.
-    missing = []
-    if role == "inside" and not unlabelled:
-        counts = class_counts(train.targets, task)
-        missing = [name for name, count in zip(task.classes, counts, strict=True) if not count]
-    absent = []
-    if annotation is None and task.kind == "segmentation":
-        absent = _absent_structures(missing, task)
-    else:
-        notes += _label_notes(annotation, missing)
-    acquired: dict[str, dict[int, Acquisition]] = {}  # training patient -> item -> its file's
-    tested = []  # patient and attributes of every test image
-    for row in decoded.rows:
-        item = items[row.item_index]
-        if item.split == "training":
-            acquired.setdefault(item.patient, {})[row.item_index] = row.acquired
-        if item.split == "test":
-            tested.append((item.patient, item.attributes))
+    label_notes, absent = _remarks_on_labels(train, task, annotation, role)
+    tested = [(item.patient, item.attributes) for item in row_items if item.split == "test"]
     return SiteData(
         train,
         validation,
         test,
-        notes=(*notes, *absent),
+        notes=(*notes, *label_notes, *absent),
         left_out={line: items[number].patient for number, line in decoded.failed.items()},
         dropped=dropped,
         annotated=None if annotation is None else annotation.names,
         absent=tuple(absent),
-        acquired={patient: tuple(files.values()) for patient, files in acquired.items()},
+        acquired=_acquired(decoded, items),
         test_groups=groups_of_patients(tested),
     )
 
@@ -455,6 +440,29 @@ def uncounted(split: Split, task: TaskConfig) -> Split:
     """The split of a site without labels: its targets have no class in `class_counts`."""
     counts = torch.zeros(len(split), len(task.classes), dtype=torch.int64)
     return replace(split, targets=LazyTensors(len(split), split.targets.__getitem__, counts))
+
+
+def _acquired(decoded: Decoded, items: list[DatalistItem]) -> dict[str, list[Acquisition]]:
+    """Training patient -> each of the files."""
+    acquired: dict[str, list[Acquisition]] = {}
+    for row in decoded.rows:
+        item = items[row.item_index]
+        if item.split == "training" and row.row_index == 0:  # once for each file
+            acquired.setdefault(item.patient, []).append(row.acquired)
+    return acquired
+
+
+def _remarks_on_labels(
+    train: Split, task: TaskConfig, annotation: Annotation | None, role: str
+) -> tuple[list[str], list[str]]:
+    """What a site's labels lack: notes, or lines for `SiteData.absent`."""
+    missing = []
+    if role == "inside":
+        counts = class_counts(train.targets, task)
+        missing = [name for name, count in zip(task.classes, counts, strict=True) if not count]
+    if annotation is None and task.kind == "segmentation":
+        return [], _absent_structures(missing, task)
+    return _label_notes(annotation, missing), []
 
 
 def _label_notes(annotation: Annotation | None, missing: Collection[str]) -> list[str]:
