@@ -22,6 +22,7 @@ from medflare.federation.settings import RUN_SETTINGS, WAITS, RunSettings, run_s
 if TYPE_CHECKING:
     import pandas as pd
 
+    from medflare.inference.deployed import StoredModel
     from medflare.methods.method import Method
     from medflare.tasks.config import TaskConfig
 
@@ -153,10 +154,11 @@ def hyper_and_task(
     """The hyper-parameters of each algorithm and the task; errors as `resolve_federation` has."""
     from medflare.adaptation.registry import with_adaptation
     from medflare.core.hyper import described, split_hyper
-    from medflare.inference.deployed import WEIGHTS_FILE, load_model
+    from medflare.inference.deployed import load_model
     from medflare.methods.catalogue import build_deployed
     from medflare.networks.weights import pretrained_settings, starting_state
 
+    # 1. What the options set.
     values = options.set_values(federation.set)
     changes = task_changes(values, **{name: getattr(federation, name) for name in _SHORT})
     hyper = {name: value for name, value in values.items() if not name.startswith(options.TASK)}
@@ -169,6 +171,8 @@ def hyper_and_task(
             )
     if federation.resplit is not None:
         changes[f"{options.TASK}resplit"] = federation.resplit
+
+    # 2. The model to start from or to evaluate.
     source: str | Json = federation.task or options.PHANTOM
     evaluates = method.name == EVALUATE
     model = None
@@ -178,15 +182,13 @@ def hyper_and_task(
                 "--pretrained and --from name two initial models; leave one of them out"
             )
         model = load_model(federation.model)
-        file = {"file": WEIGHTS_FILE, "sha256": model.card["sha256"]}
-        source = federation.task or model.task.to_dict()
+        source, of_model = _start_of_model(model, federation.task, evaluates)
         if evaluates:
-            hyper |= file
-            whole = options.task_with(source, {}).to_dict()
-            whole["network"].pop("weights", None)
-            source = whole
+            hyper |= of_model
         else:
-            changes[f"{options.TASK}network.weights"] = {**file, "format": "medflare"}
+            changes |= of_model
+
+    # 3. The task, and whether model and settings fit it.
     task = options.task_with(source, changes)
     if federation.pretrained:
         task = options.task_with(task.to_dict() | pretrained_settings(task), {})
@@ -198,6 +200,23 @@ def hyper_and_task(
         starting_state(task, 0, federation.model)  # as well
     method.refuse_settings(hyper, task)
     return split_hyper(hyper, method.hyper_classes, method.name), task
+
+
+def _start_of_model(
+    model: "StoredModel", task: str | None, evaluates: bool
+) -> "tuple[str | Json, Json]":
+    """Where the task comes from, and what names the model's file: hyper-parameters of "evaluate",
+    or changes of the task, which then starts from its weights.
+    """
+    from medflare.inference.deployed import WEIGHTS_FILE
+
+    source = task or model.task.to_dict()
+    file = {"file": WEIGHTS_FILE, "sha256": model.card["sha256"]}
+    if not evaluates:
+        return source, {f"{options.TASK}network.weights": {**file, "format": "medflare"}}
+    whole = options.task_with(source, {}).to_dict()
+    whole["network"].pop("weights", None)
+    return whole, file
 
 
 def task_changes(values: Json, **short: Any) -> JsonDict:
@@ -293,12 +312,15 @@ def run(
     from medflare.federation.preflight import check_run
     from medflare.federation.tracking import check_track
 
+    # 1. Method, task and sites.
     choice = FederationOptions(**federation)
     method, task, hyper, arguments = resolve_federation(choice, settings)
     outside = arguments.get("outside", [])
     names = options.site_names(sites) if sites else options.default_sites(data_root)
     names = list(dict.fromkeys([*names, *outside]))
     _check_number(len(names) - len(outside), settings)
+
+    # 2. Refuse options that are wrong or have no effect.
     if weights is not None and not task.network.get("weights"):
         raise ConfigError(
             f"--weights: task {task.name} has no network.weights; see docs/task.md, or --from"
@@ -320,26 +342,20 @@ def run(
     if track is not None:
         check_track(track)
         arguments["track"] = track
+
+    # 3. Check, then run.
     target = out / f"{method.name}-{task.name}-seed{arguments['seed']}"
-    with options.environment(data_root=data_root, device=device):
+    with options.environment(data_root, weights or choice.model, device):
         options.check_sites(names, task, sites)
         values = {name: arguments[name] for name in RUN_SETTINGS if name in arguments}
         check_run(method, task, hyper, run_settings(values))
         if dry_run:
-            from medflare.data.loading import check_first_image
-            from medflare.networks.weights import starting_state
-
-            inside = [name for name in names if name not in outside]
-            with options.environment(weights=weights or choice.model):
-                starting_state(task, arguments["seed"])
-            for name in names:
-                check_first_image(name, task, role="outside" if name in outside else "inside")
-            print(_planned(method, task, hyper, inside, outside, arguments))
+            _dry_run(method, task, hyper, names, arguments)
             free = free_folder(target)
             print("checked: settings and an image of each site; medflare data check reads them all")
             print(f"nothing was written; without --dry-run the results come to {free}")
             return 0
-        with _new_folder(target) as folder, options.environment(weights=weights or choice.model):
+        with _new_folder(target) as folder:
             if engine == "local":
                 from medflare.federation.local.loop import run_local
 
@@ -374,32 +390,31 @@ def _check_number(inside: int, settings: Json) -> None:
             )
 
 
-def _planned(
-    method: "Method",
-    task: "TaskConfig",
-    hyper: Json,
-    inside: list[str],
-    outside: list[str],
-    arguments: Json,
-) -> str:
-    """What a run would do, a line each."""
+def _dry_run(
+    method: "Method", task: "TaskConfig", hyper: Json, names: list[str], arguments: Json
+) -> None:
+    """Check the initial weights and an image of each site, and print what a run would do."""
     from medflare.core.states import state_bytes
+    from medflare.data.loading import check_first_image
     from medflare.evaluation.presentation import format_bytes
+    from medflare.networks.weights import starting_state
 
+    outside = arguments.get("outside", [])
+    inside = [name for name in names if name not in outside]
+    starting_state(task, arguments["seed"])
+    for name in names:
+        check_first_image(name, task, role="outside" if name in outside else "inside")
     weights = state_bytes(method.plan(task, tuple(sorted(inside)), hyper).template())
     sites = f"sites that train: {', '.join(inside)}"
     if outside:
         sites += f"; outside sites: {', '.join(outside)}"
     size = " x ".join(map(str, task.size))
     steps = f"images of a step: {task.batch_size}; local epochs of a round: {task.local_epochs}"
-    lines = [
-        f"{method.name} on {task.name}, {arguments['rounds']} rounds, seed {arguments['seed']}",
-        sites,
-        f"task: {task.kind} of {', '.join(task.labels)}; images {size}; metric {task.metric}",
-        f"network: {task.network['name']}, {format_bytes(weights)}; {steps}",
-        f"optimizer: {task.optimizer['name']} with lr {task.optimizer['lr']}",
-    ]
-    return "\n".join(lines)
+    print(f"{method.name} on {task.name}, {arguments['rounds']} rounds, seed {arguments['seed']}")
+    print(sites)
+    print(f"task: {task.kind} of {', '.join(task.labels)}; images {size}; metric {task.metric}")
+    print(f"network: {task.network['name']}, {format_bytes(weights)}; {steps}")
+    print(f"optimizer: {task.optimizer['name']} with lr {task.optimizer['lr']}")
 
 
 def _simulate(recipe: Any, names: list[str], folder: Path, threads: int | None) -> None:
