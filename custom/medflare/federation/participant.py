@@ -245,7 +245,9 @@ class Participant:
         earlier = self._account.steps()
         reply = algorithm.perform(phase, round, incoming)
         items = algorithm.phases[phase].meta
-        trained_before = earlier > 0 and LOSS not in items  # IOP-FL sends its average of models
+        # A phase without a loss does not train: what it sends follows from models that DP-SGD made
+        # before, as IOP-FL's average of models.
+        trained_before = earlier > 0 and LOSS not in items
         if reply.states and self._account.steps() == earlier and not trained_before:
             raise ConfigError(
                 f"site {self.name} sends nothing: method {self.method.name} has trained "
@@ -344,7 +346,7 @@ class Participant:
         reply[EVENTS] = _data_events(site, small)
         if hidden and not small:
             text = "no counts of pixels by class leave the site: an earlier job used another size"
-            reply[EVENTS].append({"kind": "warning", "message": text})
+            reply[EVENTS].append(_warning(text))
         return reply
 
     def _check_identity(self, role: str, server: Json) -> None:
@@ -429,6 +431,7 @@ class Participant:
         Of `RUN_META`: RANGE and FEDERATION_SHARES go into their metadata, ADAPT adapts the
         deployed one, TEST_PERSONAL requests the personal one.
         """
+        # 1. The models, with what describes them.
         models, notes = with_choice(algorithm.finalize(incoming), self.local.keep)
         for model in models.values():
             for item in (RANGE, FEDERATION_SHARES):
@@ -437,6 +440,8 @@ class Participant:
         if ADAPT in run_items:
             models, remarks = with_adapted(algorithm.site, models, run_items[ADAPT])
             notes += remarks
+
+        # 2. Evaluate and store them.
         self._note_evaluations(FINALIZE, models.values(), is_repeated)
         meta = evaluate_final_models(
             algorithm.site,
@@ -447,10 +452,12 @@ class Participant:
             private=self._account.budget is not None or self._private,
         )
         reply = Message({}, meta)
-        events = reply[EVENTS]
-        events += [{"kind": "warning", "message": note} for note in notes]
+        reply[EVENTS] += map(_warning, notes)
         small = small_splits(algorithm.site)
         suppress_splits(reply, FINAL_REPLY_META, small)
+
+        # 3. The site's report shows all events; those of too few test patients do not leave.
+        events = list(reply[EVENTS])
         if self.folder is not None:
             pictures = algorithm.pictures(incoming)
             of_training = run_items.get(TRAINING_FINDINGS) or []
@@ -460,18 +467,21 @@ class Participant:
                 raise
             except Exception as error:  # models and metrics are not lost because of the report
                 text = f"the site's report could not be written ({type(error).__name__})"
-                events.append({"kind": "warning", "message": text})
+                events.append(_warning(text))
         if "test" in small:
-            events[:] = [event for event in events if event["kind"] not in OF_TEST]
+            events = [event for event in events if event["kind"] not in OF_TEST]
             events.append({"kind": "undefined", "message": "test metrics: too few patients"})
+
+        # 4. What else the server asks for.
         personal = models.get("personal")
         if run_items.get(TEST_PERSONAL) and personal is not None:
             reason = self._unshared(personal)
             if reason:
                 text = f"its personal model is not tested at other sites: {reason}"
-                events.append({"kind": "warning", "message": text})
+                events.append(_warning(text))
             else:
                 reply[PERSONAL_MODEL] = personal[MODEL]
+        reply[EVENTS] = events
         cost = algorithm.privacy()
         if cost is not None:
             reply[PRIVACY_COST] = cost
@@ -501,6 +511,10 @@ class Participant:
         reply = Message.of({TESTED: values})
         suppress_splits(reply, CROSS_SITE_PHASE.meta, small_splits(site))
         return reply
+
+
+def _warning(text: str) -> Event:
+    return {"kind": "warning", "message": text}
 
 
 def _data_events(site: Site, small: bool) -> list[Event]:
