@@ -141,10 +141,8 @@ def validate_replies(
     for entry, update in updates.items():
         if update.replaces and manifest[entry].tensors.items() <= network:
             compared.append(entry)
-            squares = update.products.diagonal().tolist()
-            salt = " ".join(f"{square:.3g}" for square in squares)
             if accepted:
-                sketches[entry] = drift.sketch(name, entry, accepted, outgoing, salt)
+                sketches[entry] = drift.sketch(name, entry, accepted, outgoing, _salt(update))
     drifted, drifting = drift.drifting(name, sketches, image_counts)
     rejected |= drifted
     accepted = _without(accepted, rejected)
@@ -155,11 +153,7 @@ def validate_replies(
 
     # 5. Doubt updates, or refuse them if the rules are strict.
     against = _against_the_others({entry: updates[entry] for entry in compared})
-    suspicious: Reasons = {}
-    for reasons in (doubted, clipped, against, drifting):
-        for site, reason in _without(reasons, rejected).items():
-            earlier = f"{suspicious[site]}; " if site in suspicious else ""
-            suspicious[site] = earlier + reason
+    suspicious = _without(_joined(doubted, clipped, against, drifting), rejected)
     if strict and len(accepted) > 2 and 2 * len(suspicious) < len(accepted):
         rejected |= suspicious
         suspicious = {}
@@ -175,6 +169,22 @@ def validate_replies(
 
 def _without(by_site: Mapping[str, T], rejected: Collection[str]) -> dict[str, T]:
     return {site: value for site, value in by_site.items() if site not in rejected}
+
+
+def _salt(update: _Updates) -> str:
+    """The squared lengths of all sites' updates, also of refused ones: no site knows those of the
+    others, and so none can foresee the coordinates that are drawn with them.
+    """
+    return " ".join(f"{square:.3g}" for square in update.products.diagonal().tolist())
+
+
+def _joined(*groups: Reasons) -> Reasons:
+    """Site -> its reasons of all groups."""
+    joined: Reasons = {}
+    for reasons in groups:
+        for site, reason in reasons.items():
+            joined[site] = f"{joined[site]}; {reason}" if site in joined else reason
+    return joined
 
 
 def _problem(
