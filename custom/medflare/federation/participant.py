@@ -183,9 +183,7 @@ class Participant:
                 "it is an outside site, which does not train"
             )
         validator.check_request(incoming, recalled)
-        asked = [item for item in (ADAPT, FEDERATION_SHARES) if item in run_items]
-        adaptation = {item.name: run_items[item] for item in asked}
-        is_repeated = self._order.admit(phase, round, incoming, step, rounds, recalled, adaptation)
+        is_repeated = self._order.admit(phase, round, incoming, run_items, recalled)
         self.note_step(phase, round, rounds, True)
         try:
             with self._algorithm.ready(step, save=of_method) as algorithm:

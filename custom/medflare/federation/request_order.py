@@ -17,7 +17,15 @@ from medflare.core.states import StateDict
 from medflare.core.store import Store, states_digest
 from medflare.core.text import Json
 from medflare.data.local import PLACE
-from medflare.federation.builtin_messages import FINISHED, ROLE, SITES
+from medflare.federation.builtin_messages import (
+    ADAPT,
+    FEDERATION_SHARES,
+    FINISHED,
+    ROLE,
+    RUN_ROUNDS,
+    SITES,
+    STEP,
+)
 from medflare.federation.settings import CROSS_SITE, FINALIZE, step_name
 from medflare.methods.base import Plan, ServerContext, SiteAlgorithm, Step
 from medflare.methods.method import Method
@@ -99,26 +107,27 @@ class RequestOrder:
         phase: str,
         round: int,
         incoming: Message,
-        step: int,
-        rounds: int,
+        run_items: Message,
         algorithm: SiteAlgorithm,
-        adaptation: Json,
     ) -> bool:
         """Check a request and note it as the last one; whether it is the last one again.
 
         A site may miss steps. A step that is asked again has the same number, models and metadata.
 
         Args:
-            step: the number of the request in the run.
-            rounds: of the run; may become smaller (early stopping), not larger.
+            run_items: of `RUN_META`. The rounds of the run may become fewer (early stopping), not
+                more.
             algorithm: that is to answer it.
-            adaptation: metadata of every method on which an evaluation depends.
 
         Raises:
             MessageError: the request is not in the schedule after the last one, or it asks for the
                 last step with other models, metadata or another adaptation.
         """
+        step = run_items[STEP]
+        rounds = run_items[RUN_ROUNDS]
         refused = f"site {self.site} refuses {step_name(phase, round, rounds)}"
+
+        # 1. The rounds of the run.
         if rounds > self.most_rounds:
             raise MessageError(
                 f"{refused}: the run has {rounds} rounds, "
@@ -130,7 +139,17 @@ class RequestOrder:
                 f"site {self.site} has not enrolled, or its state is lost; start the run again"
             )
         last = stored.meta
+        if rounds > last["rounds"]:
+            raise MessageError(
+                f"{refused}: the run has {rounds} rounds, and had {last['rounds']} before"
+            )
+
+        # 2. The last step again.
         meta = json.dumps(incoming.meta, sort_keys=True)
+        adaptation = {}  # on which an evaluation depends
+        for item in (ADAPT, FEDERATION_SHARES):
+            if item in run_items:
+                adaptation[item.name] = run_items[item]
         request = {
             "phase": phase,
             "round": round,
@@ -138,10 +157,6 @@ class RequestOrder:
             "adaptation": json.dumps(adaptation),
             "meta": hashlib.sha256(meta.encode()).hexdigest(),
         }
-        if rounds > last["rounds"]:
-            raise MessageError(
-                f"{refused}: the run has {rounds} rounds, and had {last['rounds']} before"
-            )
         if (step, phase) == (last["step"], last["phase"]):
             if request.items() <= last.items():
                 return True
@@ -149,6 +164,8 @@ class RequestOrder:
                 f"{refused}: the same step was asked before, with other models, "
                 "other metadata, another adaptation or in another round"
             )
+
+        # 3. A later step of the schedule.
         trains = self.method.trains and self.site in algorithm.plan.sites
         in_time = last["enrolled"] < rounds  # it enrolled before the last round ended
         if phase == FINALIZE and trains and in_time and last["position"] < 0:
