@@ -93,6 +93,7 @@ class ParticipantSpec:
         from medflare.tasks.config import load_task
         from medflare.training.opening import check_task_bounds, open_site
 
+        # 1. The site's settings, and the job's task and method.
         if self.resumed:
             self._resume(self.resumed / STATE)
         local = local_settings(read_local(self.local_file))
@@ -103,7 +104,35 @@ class ParticipantSpec:
         check_task_bounds(task, local.bounds, f"site {self.name}")  # `check` builds the network
         method.check(self.hyper, task)
 
+        # 2. What is counted over all jobs.
+        keeps_record = local.minimum_patients > 1 or local.privacy is not None
+        records = self.local_file.with_name(_LEDGER)
+        if local.records:
+            records = Path(local.records).expanduser()
+        elif keeps_record and self._in_container:
+            raise ConfigError(
+                f"site {self.name} runs jobs in containers, which keep nothing of what is counted "
+                f"over all jobs; mount a folder for it that jobs may write, and name it as records "
+                f"in its {PLACE}"
+            )
+
+        def record() -> DataRecord | None:
+            """Of the data folder; None for generated images, or a site without secrets."""
+            root = resolve_data_root(self.name, task, local.data_root)
+            if root is None or not keeps_record:
+                return None
+            return DataRecord(
+                folder=record_folder(records, root),
+                data=root,
+                job=self.folder.parent.name if self._in_container else self.folder.name,
+                most_evaluations=local.bounds.evaluations,
+                most_validations=local.bounds.validations,
+                private=local.privacy is not None,
+            )
+
+        # 3. The participant.
         def opened(role: str) -> "Site":
+            """The site with its data, whose reading is recorded."""
             data_record = record()
             if data_record is not None:
                 data_record.note_reading(self.name, task)
@@ -120,30 +149,6 @@ class ParticipantSpec:
                 if note:
                     _log.info("%s: %s", self.name, note)
             return site
-
-        keeps_record = local.minimum_patients > 1 or local.privacy is not None
-        records = self.local_file.with_name(_LEDGER)
-        if local.records:
-            records = Path(local.records).expanduser()
-        elif keeps_record and self._in_container:
-            raise ConfigError(
-                f"site {self.name} runs jobs in containers, which keep nothing of what is counted "
-                f"over all jobs; mount a folder for it that jobs may write, and name it as records "
-                f"in its {PLACE}"
-            )
-
-        def record() -> DataRecord | None:
-            root = resolve_data_root(self.name, task, local.data_root)
-            if root is None or not keeps_record:
-                return None
-            return DataRecord(
-                folder=record_folder(records, root),
-                data=root,
-                job=self.folder.parent.name if self._in_container else self.folder.name,
-                most_evaluations=local.bounds.evaluations,
-                most_validations=local.bounds.validations,
-                private=local.privacy is not None,
-            )
 
         folder = SiteFolder(self.folder, self.name, method, task, self.seed)
         return Participant(
