@@ -85,6 +85,9 @@ class Federation:
     def __post_init__(self) -> None:
         self._context = self.server.context
         self.server.aggregation.max_client_weight = self.rules.max_client_weight
+        # Inside sites that have to enroll, and usable replies that a step needs.
+        self._min_sites = self.rules.min_sites or min(2, len(self._context.sites))
+        self._needed = min(self._min_sites, self.rules.sites_per_round or self._min_sites)
         self._transport = Transport(self.exchange, self.outcome)
         self.drift = DriftMemory(self._context.seed)
 
@@ -129,17 +132,6 @@ class Federation:
 
         # 3. Deliver the final models, which the sites evaluate.
         self._finalize(finished, enrolment)
-
-    @property
-    def _needed(self) -> int:
-        """Usable replies that a step needs."""
-        return min(self._min_sites, self.rules.sites_per_round or self._min_sites)
-
-    @property
-    def _min_sites(self) -> int:
-        if self.rules.min_sites is not None:
-            return self.rules.min_sites
-        return min(2, len(self._context.sites))
 
     # -- the schedule -----------------------------------------------------------------------------
 
