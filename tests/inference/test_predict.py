@@ -192,6 +192,9 @@ def test_slices_of_one_volume_are_of_one_patient() -> None:
         and len(whole.predicted_by) == 10
     )
     assert len({one.predicted_by for one in alone}) == 2, "pictures may be of several patients"
+    _, *again = predictions(model, [volume, *pictures], SEGMENTATION)
+    assert [one.predicted_by for one in again] == [one.predicted_by for one in alone]
+    assert not model._forward_hooks, "an earlier call notes nothing of a later one"
 
 
 def test_masks_and_table(trained: Runs, data_root: Path, tmp_path: Path) -> None:

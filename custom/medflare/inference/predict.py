@@ -9,6 +9,7 @@ all slices of a volume together, and pictures one by one.
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -313,21 +314,21 @@ def fit(
     Returns a description, "" without inputs.
     """
     size = scoring_batch(task)
-    count = 0
+    counts = []  # pictures of each pass
 
     def batches() -> Iterator[Tensor]:
-        nonlocal count
-        count = 0
+        counts.append(0)
         images = (image for part in prepared for image in part.images)
         if task.image_mode == "patch":
             images = (window for image in images for window in windows_of(image, task.size))
         for batch in _stacked(images, size):
-            count += len(batch)
+            counts[-1] += len(batch)
             yield batch.to(device)
 
     if next(batches(), None) is None:
         return ""
     model.adapt(Repeated(batches))
+    count = counts[-1]
     return f"{kind}, adapted to {count} picture{'s' * (count != 1)} before the first was predicted"
 
 
@@ -398,16 +399,10 @@ def predictions(
             outputs = predict_each(model, images, task, size)
             yield Prediction(whole, torch.stack(outputs), ("",) * len(outputs))
         return
-    selected = []  # the networks of a super model, of the last batch
-    for module in model.modules():  # it may be inside an adapted model
-        if isinstance(module, Choosing):
-            module.register_forward_hook(
-                lambda module, _images, _output: selected.extend(module.predicted_by)
-            )
     by_patient = predicts_by_patient(model)
     for together, parts in groupby(prepared, lambda part: part.volume and by_patient):
         if not together:
-            yield from _in_batches(model, parts, size, device, selected)
+            yield from _in_batches(model, parts, size, device)
             continue
         assert isinstance(model, PatientPredictor)
         for part in parts:
@@ -417,8 +412,22 @@ def predictions(
             yield Prediction(part, slices, tuple(names))
 
 
+@contextmanager
+def _selections(model: nn.Module) -> Iterator[list[str]]:
+    """The networks that a super model selects in the block, image by image."""
+    selected: list[str] = []
+    with ExitStack() as hooks:
+        for module in model.modules():  # it may be inside an adapted model
+            if isinstance(module, Choosing):
+                hook = module.register_forward_hook(
+                    lambda module, _images, _output: selected.extend(module.predicted_by)
+                )
+                hooks.enter_context(hook)
+        yield selected
+
+
 def _in_batches(
-    model: nn.Module, prepared: Iterable[PreparedImage], size: int, device: str, selected: list[str]
+    model: nn.Module, prepared: Iterable[PreparedImage], size: int, device: str
 ) -> Iterator[Prediction]:
     """Predictions by batches of `size` that run across inputs."""
     waiting: deque[PreparedImage] = deque()
@@ -430,8 +439,7 @@ def _in_batches(
             yield from part.images
 
     for batch in _stacked(images(), size):
-        selected.clear()
-        with torch.no_grad():
+        with torch.no_grad(), _selections(model) as selected:
             outputs = model(batch.to(device)).float().cpu()
         # Tent runs a batch several times.
         names = selected if len(selected) == len(batch) else [""] * len(batch)
