@@ -683,11 +683,15 @@ class _CachedImages:
             rows: list[DecodedRow] = []
             for picture, target, values in zip(pictures, targets, described, strict=True):
                 name, spacing, acquired, *others = values
-                spacing = tuple(spacing) if spacing else None
-                acquired = Acquisition(*acquired)
-                label = self._unpacked(target)
                 row = DecodedRow(
-                    picture, label, number, len(rows), name, spacing, acquired, *others
+                    picture,
+                    self._unpacked(target),
+                    number,
+                    len(rows),
+                    name,
+                    tuple(spacing) if spacing else None,
+                    Acquisition(*acquired),
+                    *others,
                 )
                 rows.append(row)
             return rows

@@ -298,7 +298,12 @@ def load_site_data(
     if unlabelled:
         train = uncounted(train, task)
 
-    label_notes, absent = _remarks_on_labels(train, task, annotation, role)
+    # 4. Notes: what its labels lack, and what is known of its patients' files.
+    label_notes, absent = _notes_on_labels(train, task, annotation, role)
+    acquired: dict[str, list[Acquisition]] = {}
+    for row, item in zip(decoded.rows, row_items, strict=True):
+        if item.split == "training" and row.row_index == 0:  # once for each file
+            acquired.setdefault(item.patient, []).append(row.acquired)
     tested = [(item.patient, item.attributes) for item in row_items if item.split == "test"]
     return SiteData(
         train,
@@ -309,7 +314,7 @@ def load_site_data(
         dropped=dropped,
         annotated=None if annotation is None else annotation.names,
         absent=tuple(absent),
-        acquired=_acquired(decoded, items),
+        acquired=acquired,
         test_groups=groups_of_patients(tested),
     )
 
@@ -442,35 +447,20 @@ def uncounted(split: Split, task: TaskConfig) -> Split:
     return replace(split, targets=LazyTensors(len(split), split.targets.__getitem__, counts))
 
 
-def _acquired(decoded: Decoded, items: list[DatalistItem]) -> dict[str, list[Acquisition]]:
-    """Training patient -> each of the files."""
-    acquired: dict[str, list[Acquisition]] = {}
-    for row in decoded.rows:
-        item = items[row.item_index]
-        if item.split == "training" and row.row_index == 0:  # once for each file
-            acquired.setdefault(item.patient, []).append(row.acquired)
-    return acquired
-
-
-def _remarks_on_labels(
+def _notes_on_labels(
     train: Split, task: TaskConfig, annotation: Annotation | None, role: str
 ) -> tuple[list[str], list[str]]:
-    """What a site's labels lack: notes, or lines for `SiteData.absent`."""
+    """What a site's labels lack: notes on what was not annotated and on each class that no training
+    image shows, or lines for `SiteData.absent`.
+    """
+    if annotation and not annotation.names:
+        return [f'no labels ("annotated" of {FILE} is []), so no model is measured here'], []
     missing = []
     if role == "inside":
         counts = class_counts(train.targets, task)
         missing = [name for name, count in zip(task.classes, counts, strict=True) if not count]
     if annotation is None and task.kind == "segmentation":
         return [], _absent_structures(missing, task)
-    return _label_notes(annotation, missing), []
-
-
-def _label_notes(annotation: Annotation | None, missing: Collection[str]) -> list[str]:
-    """One line on what was not annotated, and for each of the `missing` classes, which no training
-    image shows.
-    """
-    if annotation and not annotation.names:
-        return [f'no labels ("annotated" of {FILE} is []), so no model is measured here']
     notes = []
     not_annotated = annotation.missing if annotation else ()
     if not_annotated:
@@ -479,7 +469,7 @@ def _label_notes(annotation: Annotation | None, missing: Collection[str]) -> lis
     for name in missing:
         if name not in not_annotated:
             notes.append(f"class {name} is absent from the training images")
-    return notes
+    return notes, []
 
 
 def _absent_structures(missing: Collection[str], task: TaskConfig) -> list[str]:
