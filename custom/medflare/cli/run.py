@@ -359,8 +359,9 @@ def run(
             if engine == "local":
                 from medflare.federation.local.loop import run_local
 
-                used = {"data_root": data_root, "device": device, "track": track}
-                with _explained(folder, workers=workers, **used):
+                with _explained(
+                    folder, workers=workers, data_root=data_root, device=device, track=track
+                ):
                     run_local(
                         task=task,
                         sites=names,
