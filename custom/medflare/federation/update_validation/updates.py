@@ -141,8 +141,12 @@ def validate_replies(
     for entry, update in updates.items():
         if update.replaces and manifest[entry].tensors.items() <= network:
             compared.append(entry)
+            # Of all updates, also of refused ones: no site knows the lengths of the others', and so
+            # none can foresee the coordinates that are drawn with them.
+            squares = update.products.diagonal().tolist()
+            salt = " ".join(f"{square:.3g}" for square in squares)
             if accepted:
-                sketches[entry] = drift.sketch(name, entry, accepted, outgoing, _salt(update))
+                sketches[entry] = drift.sketch(name, entry, accepted, outgoing, salt)
     drifted, drifting = drift.drifting(name, sketches, image_counts)
     rejected |= drifted
     accepted = _without(accepted, rejected)
@@ -169,13 +173,6 @@ def validate_replies(
 
 def _without(by_site: Mapping[str, T], rejected: Collection[str]) -> dict[str, T]:
     return {site: value for site, value in by_site.items() if site not in rejected}
-
-
-def _salt(update: _Updates) -> str:
-    """The squared lengths of all sites' updates, also of refused ones: no site knows those of the
-    others, and so none can foresee the coordinates that are drawn with them.
-    """
-    return " ".join(f"{square:.3g}" for square in update.products.diagonal().tolist())
 
 
 def _joined(*groups: Reasons) -> Reasons:
