@@ -95,18 +95,19 @@ def with_step_number(message: Message, index: int, rounds: int) -> Message:
 
 
 def _checked(reply: SiteReply, site: str, phase: str) -> SiteReply:
-    """The reply, or its problem.
+    """The reply; if its message is not valid, with the problem instead.
 
-    `update_validation.updates` checks what the phases of a method declare.
+    What the phases of a method declare is checked by `update_validation.updates`.
     """
     if reply.message is None:
         return replace(reply, problem=reason_line(reply.problem))
     problem = message_problem(reply.message, site)
     if problem is None and phase in BUILTIN_REPLY_META:
         allowed = {PERSONAL_MODEL.name} if phase == FINALIZE else set()
-        problem = "unexpected tensors"
         if reply.message.states.keys() <= allowed:
             problem = declaration_problem(reply.message, *BUILTIN_REPLY_META[phase])
+        else:
+            problem = "unexpected tensors"
     if problem is None:
         return reply
     return SiteReply(None, reason_line(problem), "rejected", reply.seconds)
