@@ -10,4 +10,4 @@ from medflare.tasks import summaries
 def plain_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Site reports without pictures, intervals of few resamples: no method changes how these are made, and they take a fifth of a run's time."""
     monkeypatch.setattr(final_models, "examples", lambda *_: {})
-    monkeypatch.setattr(summaries, "RESAMPLES", 50)
+    monkeypatch.setattr(summaries, "_RESAMPLES", 50)
