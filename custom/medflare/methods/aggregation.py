@@ -1,5 +1,5 @@
-"""A server algorithm's formula, apart from its schedule: from the sites' models to the next global
-one, or to one for each site.
+"""A server algorithm's formula, apart from its schedule: it makes the next global model, or the
+next one of each site, from the sites' models.
 
 The same object is called by a server algorithm on the replies of a round, and by FLARE's aggregator
 on the models of FLARE's workflows.
@@ -127,11 +127,11 @@ class Aggregation(ABC, Generic[V]):
         """Adds the formula's state of earlier rounds to the algorithm's stored message."""
 
     def unpack(self, message: Message) -> None:
-        """Takes out what `pack` added."""
+        """Takes what `pack` added out of the message, and continues from it."""
 
 
 class NoAggregation(Aggregation):
-    """Of a server algorithm that averages no models."""
+    """The formula of a server algorithm that averages no models."""
 
     def shared(self, models: Models, round: int, previous: StateDict | None = None) -> StateDict:
         raise ConfigError(

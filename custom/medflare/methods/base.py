@@ -1,6 +1,5 @@
-"""The two algorithms of a method.
-
-They know nothing of FLARE, files or processes; an engine carries messages between them.
+"""The two algorithms of a method, which know nothing of FLARE, files or processes; an engine
+carries messages between them.
 """
 
 import dataclasses
@@ -120,7 +119,7 @@ class Step:
     def of(
         cls, replying: Callable[..., Any], round: int, *, everyone: bool = False, part: int = 0
     ) -> "Step":
-        """The step to which a method of a site algorithm replies."""
+        """The step to which `replying`, a method of a site algorithm, replies."""
         return cls(replying.__name__, round, everyone, part)
 
 
@@ -194,18 +193,16 @@ class ServerContext:
         return self.plan.sites
 
     def reply_spec(self, phase: str, entry: TensorSpec) -> TensorSpec | None:
-        """The site algorithm's declaration of an entry of its replies to a phase.
-
-        None if it declares none of that name.
+        """The site algorithm's declaration of an entry of its replies to a phase; None if it
+        declares none of that name.
         """
         if phase not in self.phases:
             return None
         return self.phases[phase].replied(self.plan).get(entry.name)
 
     def note(self, **numbers: Mapping[str, float]) -> None:
-        """Adds numbers by site to the record of this step.
-
-        For example `note(weight={"A": 0.4, "B": 0.6})`.
+        """Adds numbers by site to the record of this step, for example `note(weight={"A": 0.4, "B":
+        0.6})`.
         """
         for name, by_site in numbers.items():
             for site, value in by_site.items():
@@ -227,8 +224,7 @@ class ServerContext:
 
 
 class PersistentState:
-    """A state dict as an attribute of an algorithm, in its `memory`; None if absent.
-
+    """A state dict as an attribute of an algorithm, stored in its `memory`, None if absent:
     `personal = PersistentState("personal")`.
     """
 
@@ -298,21 +294,19 @@ class SiteAlgorithm(ABC, Generic[S]):
 
     @property
     def minimum_patients(self) -> int:
-        """The site's; numbers of fewer patients are suppressed."""
+        """The site's `minimum_patients`; numbers of fewer patients are suppressed."""
         return self.site.minimum_patients
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: S, server_hyper: Any) -> None:
-        """Raises ConfigError for a task or settings that the algorithm does not support.
-
-        Before anything starts.
+        """Raises ConfigError, before anything starts, for a task or settings that the algorithm
+        does not support.
         """
 
     @classmethod
     def needs_features(cls, hyper: S) -> bool:
-        """Whether the algorithm uses a network's features or head, under these settings.
-
-        Networks without them are then refused.
+        """Whether the algorithm, with these settings, uses a network's features or head and so
+        refuses networks without them.
         """
         return cls.uses_features
 
@@ -334,10 +328,7 @@ class SiteAlgorithm(ABC, Generic[S]):
         return cls.phases[name]
 
     def validate_request(self, incoming: Message) -> str | None:
-        """What in a well-formed message does not fit this run, or None.
-
-        Such a message is refused.
-        """
+        """What in a well-formed message does not fit this run, so that it is refused; or None."""
         return None
 
     @classmethod
@@ -371,9 +362,8 @@ class SiteAlgorithm(ABC, Generic[S]):
 
     @abstractmethod
     def finalize(self, incoming: Message) -> FinalModels:
-        """Final models by role ("global", "personal", "deployed").
-
-        Each is a message that `Method.models` builds a module from.
+        """Makes the final models by role ("global", "personal", "deployed"), messages from which
+        `Method.models` builds modules.
 
         Outside sites call it too; roles that a site cannot have are left out. `@phase` declares the
         server's message.
@@ -404,16 +394,14 @@ class SiteAlgorithm(ABC, Generic[S]):
         return {N_SAMPLES: self.site.n["train"], LOSS: loss, VALIDATION: by_role}
 
     def pictures(self, incoming: Message) -> dict[str, bytes]:
-        """PNG files by name, of the site's own images, made with the final models.
-
-        Kept at the site, never sent.
+        """PNG files by name, of the site's own images, made with the final models; they never leave
+        the site.
         """
         return {}
 
     def privacy(self) -> JsonDict | None:
-        """The privacy cost of this run, see `privacy.rounds.privacy_cost`.
-
-        None without differential privacy.
+        """The privacy cost of this run, see `privacy.rounds.privacy_cost`; None without
+        differential privacy.
         """
         return None
 
@@ -442,19 +430,16 @@ class SiteAlgorithm(ABC, Generic[S]):
         return self._networks[purpose]
 
     def frozen(self, state: StateDict, purpose: str = "frozen") -> FeatureNetwork:
-        """A network in evaluation mode without gradients.
-
-        Two that are needed at once need two purposes.
+        """A network in evaluation mode without gradients; two that are used at once need two
+        purposes.
         """
         network = self.network(purpose, state)
         network.eval().requires_grad_(False)
         return network
 
     def validation(self, model: nn.Module, metric: str | None = None) -> float | None:
-        """A metric of a network of logits on this site's validation images; None if undefined, or
-        defined for fewer than `minimum_patients` patients.
-
-        By default the task's.
+        """A metric, by default the task's, of a network of logits on this site's validation images;
+        None if undefined, or defined for fewer than `minimum_patients` patients.
         """
         name = metric or self.site.task.metric
         scores = self.site.score(self.site.predictor(model), "validation", [name])
@@ -502,16 +487,14 @@ class ServerAlgorithm(ABC, Generic[V]):
 
     @classmethod
     def fewest_combined(cls, hyper: Any, sites: int) -> int:
-        """The fewest of so many sites whose updates a model may combine that other sites receive.
-
-        A site demands `bounds.inside_sites`.
+        """The fewest of so many sites whose updates are combined in a model that other sites
+        receive; a site demands `bounds.inside_sites`.
         """
         return sites
 
     def steps(self) -> list[Step]:
-        """The whole schedule.
-
-        By default a training step per round and a validation of the last round's models.
+        """The whole schedule: by default a training step per round and a validation of the last
+        round's models.
         """
         rounds = [Step("train", round) for round in range(self.context.rounds)]
         return [*rounds, Step("validate", self.context.rounds, everyone=True)]
@@ -557,16 +540,14 @@ class ServerAlgorithm(ABC, Generic[V]):
         return {}
 
     def selector_summary(self) -> JsonDict:
-        """How the deployed model selects a network for an image; empty if it does not.
-
-        It is `RunRecord.selector`.
+        """How the deployed model selects a network for an image (`RunRecord.selector`); empty if it
+        does not.
         """
         return {}
 
     def model_selectors(self) -> dict[str, ModelSelector]:
-        """Selections by all sites, by model.
-
-        Empty if each site selects alone, or the last round is delivered.
+        """Model -> its selection by all sites; empty if each site selects alone, or the last
+        round's model is final.
         """
         return {}
 

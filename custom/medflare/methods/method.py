@@ -1,5 +1,5 @@
-"""A method as one object: its algorithms, the models it delivers, its paper. Importing it imports
-no torch.
+"""A method as one object: its algorithms, its kinds of final models, its paper. Importing it
+imports no torch.
 """
 
 import importlib
@@ -27,7 +27,7 @@ FINAL_MODELS = ("global", "personal", "deployed")
 
 @dataclass(frozen=True)
 class Method:
-    """Declared in the `__init__` of its package, where the catalogue finds it.
+    """A method, declared in the `__init__` of its package, where the catalogue finds it.
 
     Attributes:
         site, server: the two algorithms, each a class or "module:Class".
@@ -71,7 +71,7 @@ class Method:
         return loaded(self.server)
 
     def _check_class(self, argument: str, target: Any, kind: type) -> None:
-        """Raises ConfigError if the class of an algorithm is none of this kind."""
+        """Raises ConfigError if the class of an algorithm is not of this kind."""
         cls = loaded(target)
         if not isinstance(cls, type) or not issubclass(cls, kind):
             raise ConfigError(
@@ -188,7 +188,9 @@ class Method:
         return site, server
 
     def _check_pair(self) -> None:
-        """Raises ConfigError for what is no algorithm, and if one needs its method's other."""
+        """Raises ConfigError if a class is no algorithm, or works only with its method's other
+        algorithm.
+        """
         from medflare.methods.base import ServerAlgorithm, SiteAlgorithm
 
         self._check_class("site", self.site, SiteAlgorithm)

@@ -7,7 +7,7 @@ from medflare.core.message import FinalModels, Message
 from medflare.core.phases import phase
 from medflare.core.settings import strict_dataclass
 from medflare.methods.fedavg.personal import PersonalSite
-from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, FedAvgSiteHyper, delivered
+from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, FedAvgSiteHyper, final_models
 from medflare.methods.parts.measured import MEASURED
 from medflare.networks.features import copied_state
 from medflare.training.epochs import train_epochs
@@ -24,9 +24,8 @@ F = TypeVar("F", bound=FineTuningHyper)
 
 
 class FineTunedSite(PersonalSite[F]):
-    """FedAvg's site algorithm; at the end it fine-tunes the global model.
-
-    The site uses the fine-tuned model, or the global one if that has the better validation metric.
+    """FedAvg's site algorithm; at the end it fine-tunes the global model, and the site uses the one
+    with the better validation metric.
     """
 
     Hyper = FineTuningHyper
@@ -48,5 +47,7 @@ class FineTunedSite(PersonalSite[F]):
         return reply
 
     def finalize(self, incoming: Message) -> FinalModels:
-        """Inside: the fine-tuned model. Outside, and without one: the global model."""
-        return delivered(incoming, self.selection.best())
+        """The fine-tuned model inside; the global model outside, or if there is no fine-tuned
+        one.
+        """
+        return final_models(incoming, self.selection.best())

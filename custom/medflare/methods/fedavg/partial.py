@@ -68,9 +68,8 @@ class PartialSite(PersonalSite[F]):
         return split_state(plan.template(), cls.local_part(plan.network()).names)
 
     def joined(self, shared: StateDict) -> StateDict:
-        """The site's model: the shared entries with its own.
-
-        Before the first training its own are those of the common initial model.
+        """The site's model: the shared entries and its own, which before the first training are
+        those of the common initial model.
         """
         if self.local is None:
             self.local = self.part.local(copied_state(self.site.network()))
@@ -97,13 +96,12 @@ class PartialSite(PersonalSite[F]):
 
     @phase(reply=(LOCAL,), meta=MEASURED)
     def share(self, round: int, incoming: Message) -> Message:
-        """The local part, once, after the last round."""
+        """Sends the local part, once, after the last round."""
         return self.reply({LOCAL: self.part.local(self.joined({}))})
 
     def finalize(self, incoming: Message) -> FinalModels:
-        """Inside, the site's own model in all roles.
-
-        Outside, the global model with the mean of the local parts.
+        """The site's own model in all roles inside; the global model with the mean of the local
+        parts outside.
         """
         if not self.inside:
             return dict.fromkeys(("global", "deployed"), received(incoming))

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from medflare.core.message import FinalModels, Message
 from medflare.core.states import StateDict
 from medflare.methods.base import Plan, SiteAlgorithm
-from medflare.methods.fedavg.site import F, FedAvgSite, delivered, trained_model
+from medflare.methods.fedavg.site import F, FedAvgSite, final_models, trained_model
 from medflare.methods.parts.measured import VALIDATION
 from medflare.methods.parts.selection import Best, Selection
 from medflare.training.site import Site
@@ -26,9 +26,8 @@ class PersonalModel(Best):
     def validated(
         self, round: int, state: StateDict | None, purpose: str = "model"
     ) -> float | None:
-        """The validation metric of the model at the start of a round; None without a model.
-
-        The model becomes a candidate.
+        """The validation metric of the model at the start of a round, a candidate; None without a
+        model.
 
         Args:
             purpose: of the network that computes it, see `SiteAlgorithm.network`.
@@ -40,22 +39,19 @@ class PersonalModel(Best):
         return value
 
     def add(self, value: float | None, rounds_trained: int, state: StateDict) -> None:
-        """A candidate with its validation metric.
-
-        By the rule "last" the metric does not count.
-        """
+        """Add a candidate with its validation metric, which does not count by the rule "last"."""
         if self._rule == "last":
             value = None
         self.propose(value, rounds_trained, state)
 
     def add_trained(self, round: int, state: StateDict, reply: Message) -> None:
-        """A candidate that this round has trained; its metric enters the reply."""
+        """Add a candidate that this round has trained; its metric enters the reply."""
         value = self._algorithm.validation(self._algorithm.network("model", state))
         reply[VALIDATION]["personal"] = value
         self.add(value, round + 1, state)
 
     def final(self, last: StateDict, rounds_trained: int | None = None) -> Message:
-        """The selected model; by the rule "last" `last`, with its `rounds_trained`."""
+        """The selected model; by the rule "last" it is `last`, with its `rounds_trained`."""
         return trained_model(*self.chosen(self._rule, last, rounds_trained))
 
     def best(self) -> Message | None:
@@ -69,7 +65,7 @@ class PersonalSite(FedAvgSite[F]):
     """FedAvg's site algorithm with a model of the site alone, which the site uses.
 
     Attributes:
-        selection: of that model; its name in the memory is `selection_name`.
+        selection: selects that model; its name in the memory is `selection_name`.
     """
 
     freezes = False
@@ -80,11 +76,10 @@ class PersonalSite(FedAvgSite[F]):
         self.selection = PersonalModel(self, self.selection_name)
 
     def finalize(self, incoming: Message) -> FinalModels:
-        """Inside: the best personal model (the global one if the site never trained).
-
-        Outside: the global model.
+        """The best personal model inside (the global one if the site never trained); the global
+        model outside.
         """
-        models = delivered(incoming, self.selection.best())
+        models = final_models(incoming, self.selection.best())
         if self.inside:
             models.setdefault("personal", models["global"])
         return models

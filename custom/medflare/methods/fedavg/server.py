@@ -50,7 +50,7 @@ G = TypeVar("G", bound=ServerHyper)
 class FedAvgServer(ServerAlgorithm[G]):
     """Aggregates the sites' models into the next global one and selects the best round.
 
-    Works with every site algorithm that replies with the entry "model". If the site algorithm
+    It works with every site algorithm that replies with the entry "model". If the site algorithm
     declares only a part of the network, sites receive that part, and send the rest once if an
     outside site needs a whole model (`partial.PartialSite`).
     """
@@ -62,8 +62,8 @@ class FedAvgServer(ServerAlgorithm[G]):
 
     @classmethod
     def fewest_combined(cls, hyper: Any, sites: int) -> int:
-        """One for rules whose result can be the model of one site: Krum, the geometric median, if
-        the site has more images than all others, and every rule of another distribution.
+        """1 for rules whose result can be the model of one site: Krum, the geometric median, if the
+        site has more images than all others, and every rule of another distribution.
         """
         rule = getattr(hyper, "rule", "mean")
         return sites if rule in ("mean", "median", "trimmed", "clipped") else 1
@@ -88,7 +88,7 @@ class FedAvgServer(ServerAlgorithm[G]):
     def steps(self) -> list[Step]:
         """The usual schedule, its first rounds with frozen parts (`task.freeze`).
 
-        Then "fine_tune", if sites do so, and "share", if outside sites need the local parts.
+        "fine_tune" follows if sites fine-tune, "share" if outside sites need the local parts.
         """
         steps = []
         for step in super().steps():
@@ -139,7 +139,7 @@ class FedAvgServer(ServerAlgorithm[G]):
 
     @handles(PartialSite.share)
     def add_local_parts(self, step: Step, replies: Replies) -> None:
-        """The mean of the local parts completes the model for outside sites."""
+        """Complete the model for outside sites by the mean of the local parts."""
         local = self.aggregation.shared(site_models(replies, LOCAL), step.round)
         self.model = {**self.model, **local}
         self.memory.meta["whole"] = True
@@ -153,7 +153,7 @@ class FedAvgServer(ServerAlgorithm[G]):
         return best, self.best.round or self.context.rounds
 
     def model_selectors(self) -> dict[str, ModelSelector]:
-        """The global model's, if all of it is shared."""
+        """The selection of the global model, if all of it is shared."""
         if self.hyper.selection == "last" or self.partial:
             return {}
         return {"global": self.best}

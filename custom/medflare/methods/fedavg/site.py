@@ -73,7 +73,7 @@ class FedAvgSiteHyper(SiteHyper):
 
 @strict_dataclass
 class FedAvgHyper(PrivacyHyper, FedAvgSiteHyper):
-    """FedAvg's own.
+    """FedAvg's own hyper-parameters.
 
     Other methods inherit `PrivacyHyper` too if DP-SGD protects all that they send.
     """
@@ -94,10 +94,9 @@ def received(incoming: Message) -> Message:
     return trained_model(incoming[MODEL], incoming.get(SELECTED_ROUND))
 
 
-def delivered(incoming: Message, personal: Message | None) -> FinalModels:
-    """The incoming global model and, where there is one, the site's personal model.
-
-    The site deploys its personal model if it has one.
+def final_models(incoming: Message, personal: Message | None) -> FinalModels:
+    """The final models: the incoming global one and, where there is one, the site's personal model,
+    which the site then deploys.
     """
     shared = received(incoming)
     if personal is None:
@@ -108,7 +107,7 @@ def delivered(incoming: Message, personal: Message | None) -> FinalModels:
 class FedAvgSite(SiteAlgorithm[F]):
     """Trains the incoming global model for the task's local epochs and sends it back.
 
-    `train` calls `fit`, and that `descend` with `round_loss` and `round_hook`.
+    `train` calls `fit`, which calls `descend` with `round_loss` and `round_hook`.
     """
 
     # Has the settings of DP-SGD, which a subclass without hyper-parameters of its own inherits.
@@ -132,9 +131,8 @@ class FedAvgSite(SiteAlgorithm[F]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: F, server_hyper: Any) -> None:
-        """Raises ConfigError if DP-SGD cannot be used with the task, see `check_private`.
-
-        Frozen rounds are refused with it.
+        """Raises ConfigError if DP-SGD cannot be used with the task (see `check_private`), or
+        frozen rounds are combined with it.
         """
         if not is_private(hyper):
             return
@@ -160,9 +158,8 @@ class FedAvgSite(SiteAlgorithm[F]):
 
     @phase(request=(MODEL_PART,), reply=(MODEL_PART,), meta=MEASURED)
     def train_part(self, round: int, incoming: Message) -> Message:
-        """A round with frozen parts.
-
-        They are those of the common initial model, and do not travel.
+        """A round with frozen parts, which are those of the common initial model and do not
+        travel.
         """
         part = frozen_part(self.plan)
         whole = {**part.local(copied_state(self.site.network())), **incoming[MODEL_PART]}
@@ -173,9 +170,8 @@ class FedAvgSite(SiteAlgorithm[F]):
         return reply
 
     def optimized(self, model: nn.Module, purpose: str, train: Callable[[Optimizer], T]) -> T:
-        """Returns `train(optimizer)` with the task's optimizer of the model's trainable parameters.
-
-        Its moments are those of `continued`.
+        """Returns `train(optimizer)` with the task's optimizer of the model's trainable parameters,
+        whose moments are `continued`.
 
         Args:
             purpose: names the optimizer's moments in the algorithm's memory.
@@ -201,9 +197,8 @@ class FedAvgSite(SiteAlgorithm[F]):
 
     @contextmanager
     def continued(self, optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
-        """Inside, optimizers (by purpose) continue with the last round's moments.
-
-        On exit these are stored. `reset_optimizer` switches both off.
+        """Within the context, optimizers (by purpose) continue with the last round's moments, which
+        are stored at its end; `reset_optimizer` switches both off.
         """
         if self.hyper.reset_optimizer:
             yield
@@ -233,7 +228,9 @@ class FedAvgSite(SiteAlgorithm[F]):
         return None
 
     def round_hook(self, model: FeatureNetwork, round: int) -> Hook | None:
-        """Changes a round's gradients in place, see `descend`; arguments as of `fit`."""
+        """The hook that changes a round's gradients in place, see `descend`; arguments as of
+        `fit`.
+        """
         return None
 
     def descend(
@@ -244,9 +241,8 @@ class FedAvgSite(SiteAlgorithm[F]):
         loss: Loss | None = None,
         gradient_hook: Hook | None = None,
     ) -> float | None:
-        """Epochs of the task's loss, or of another one that is a mean over images.
-
-        With DP-SGD if it is set.
+        """Epochs of the task's loss, or of another one that is a mean over images, with DP-SGD if
+        it is set.
 
         Args:
             model: trained in place.

@@ -20,9 +20,8 @@ from medflare.methods.parts.tensors import refuse_shapes
 
 
 def instance_discrepancy(f: Tensor, f_hat: Tensor) -> Tensor:
-    """1/2 ||f/||f|| - f^/||f^||||^2 = 1 - cos(f, f^) of every pair of rows, between 0 and 2.
-
-    (N, D), (N, D) -> (N,).
+    """1/2 ||f/||f|| - f^/||f^||||^2 = 1 - cos(f, f^) of every pair of rows, between 0 and 2: (N,
+    D), (N, D) -> (N,).
     """
     refuse_shapes(f=f, f_hat=f_hat)
     gap = F.normalize(f, dim=1) - F.normalize(f_hat, dim=1)
@@ -52,9 +51,8 @@ def discrepancy(
 
 
 def similarity_loss(f: Tensor, f_hat: Tensor) -> Tensor:
-    """L_sim (Eq. 4): the discrepancy without a cap, minimised by the student.
-
-    (N, D), (N, D) -> scalar.
+    """L_sim (Eq. 4), the discrepancy without a cap, minimised by the student: (N, D), (N, D) ->
+    scalar.
     """
     return instance_discrepancy(f, f_hat).mean()
 
@@ -79,10 +77,11 @@ def ema_update(teacher: State, student: State, decay: float) -> None:
 
 
 def round_decay(batches: int) -> float:
-    """The teacher's decay by the round's length, exp(-1 / (0.2 B)) for B batches.
+    """The teacher's decay by the round's length: exp(-1 / (0.2 B)) for B batches, at most 0.99
+    (from B = 498).
 
-    At most 0.99 (from B = 498). Up to there, exp(-5) = 0.7 % of the teacher at the start of a
-    round is left at its end; a fixed 0.9 leaves 35 % after ten batches.
+    Up to there, exp(-5) = 0.7 % of the teacher at the start of a round is left at its end; a fixed
+    0.9 leaves 35 % after ten batches.
 
     Examples:
         >>> [round(round_decay(batches), 4) for batches in (1, 10, 50, 1000)]
@@ -92,9 +91,8 @@ def round_decay(batches: int) -> float:
 
 
 def sharpness_perturbation(gradients: State, rho: float) -> StateDict:
-    """epsilon = rho g / ||g||_2 with one norm over all gradients together.
-
-    Sec. III-C1, after Foret et al., ICLR 2021.
+    """epsilon = rho g / ||g||_2 with one norm over all gradients together (Sec. III-C1, after Foret
+    et al., ICLR 2021).
 
     Args:
         gradients: of the task loss, by parameter name.
@@ -136,7 +134,9 @@ def generalization_scores(metrics: Tensor, n_validation: Tensor | None = None) -
 
 
 def _of_others(metrics: Tensor) -> Tensor:
-    """(K, K) which metrics count: the defined ones that are not of a site's own model."""
+    """(K, K) mask of the metrics that count: those that are defined and not of a site's own
+    model.
+    """
     return ~metrics.isnan() & ~torch.eye(len(metrics), dtype=torch.bool)
 
 
@@ -229,9 +229,8 @@ def within_client_average(
 def choose_evaluators(
     sites: Sequence[str], number: int, generator: np.random.Generator
 ) -> dict[str, list[str]]:
-    """E_i (Eq. 5): site -> the sites that score its perturbed model, sorted.
-
-    They are all others, or `number` of them drawn for each model.
+    """E_i (Eq. 5): site -> the sites that score its perturbed model, sorted: all others, or
+    `number` of them, drawn for each model.
 
     Args:
         number: evaluators of each model; 0 for all others.

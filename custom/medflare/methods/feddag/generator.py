@@ -1,6 +1,5 @@
-"""FedDAG's generator, a small fully convolutional network that perturbs an image (Eq. 2).
-
-And a picture of what it makes.
+"""FedDAG's generator, a small fully convolutional network that perturbs an image (Eq. 2), and a
+picture of what it makes.
 """
 
 import numpy as np
@@ -90,9 +89,8 @@ def generated(
 
 
 def picture_grid(images: Tensor, perturbations: Tensor, x_hat: Tensor) -> bytes:
-    """A PNG with a column for each image: the original, G(x) and the generated image.
-
-    As in the paper's Fig. 4.
+    """A PNG with a column for each image: the original, G(x) and the generated image (the paper's
+    Fig. 4).
 
     Args:
         images: the originals (N, C, H, W), or volumes, whose middle slices are shown; RGB for three

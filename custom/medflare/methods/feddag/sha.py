@@ -121,9 +121,8 @@ def _perturbs(server_hyper: Any) -> bool:
 
 
 class ScoredSite(SiteAlgorithm):
-    """What SHA adds to any site algorithm whose `train` replies with a model.
-
-    The perturbed model, and the scores of others.
+    """What SHA adds to any site algorithm whose `train` replies with a model: the perturbed model,
+    and the scores of others' models.
     """
 
     accumulates = False
@@ -168,7 +167,7 @@ class ScoredSite(SiteAlgorithm):
         reply[PERTURBED] = {**state, **moved({name: state[name] for name in gradients}, epsilon)}
 
     def last_batches(self, round: int) -> Collection[Batch]:
-        """Those of the round's last epoch, see `LastBatches`."""
+        """The last batches of the round's last epoch, see `LastBatches`."""
         last_epoch = self.site.task.local_epochs - 1
         last = LastBatches(self.site)
         for batch in self.site.batches("train", round, "model", last_epoch):
@@ -204,10 +203,11 @@ class HierarchicalAggregation(WeightedMean):
         self.scores: dict[str, float] = {}
 
     def shared(self, models: Models, round: int, previous: StateDict | None = None) -> StateDict:
-        """Averages within each site, then across sites with weights by score (Eq. 6).
+        """Averages within each site (see `within_client_average`), then across sites with weights
+        by score (Eq. 6).
 
-        Within a site see `within_client_average`. A site's earlier models join once there are κ of
-        them, since the scores of the first rounds still rise.
+        A site's earlier models join once there are κ of them, since the scores of the first rounds
+        still rise.
         """
         averaged = {}
         self.scores = {}
@@ -253,10 +253,11 @@ K = TypeVar("K", bound=SHAHyper)
 
 
 class SHAServer(FedAvgServer[K]):
-    """Sites score each other's perturbed models; the server averages within and across sites.
+    """Sites score each other's perturbed models; the server averages within and across sites (Alg.
+    2).
 
-    Alg. 2. `companions` are states that travel and are averaged with the model, with the same
-    weights (FedDAG's generator).
+    `companions` are states that travel and are averaged with the model, with the same weights
+    (FedDAG's generator).
 
     Raises:
         ConfigError: the site algorithm keeps a part of its model at the site.

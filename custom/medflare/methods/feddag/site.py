@@ -1,6 +1,5 @@
-"""FedDAG's site algorithm (Sec. III-B, III-D, Alg. 1).
-
-Generator, student and teacher are trained on every batch.
+"""FedDAG's site algorithm (Sec. III-B, III-D, Alg. 1), which trains generator, student and teacher
+on every batch.
 """
 
 import dataclasses
@@ -160,9 +159,8 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
 
     @property
     def unit(self) -> Tensor:
-        """The unit of α: standard deviations of the training images by channel (C, 1, 1).
-
-        They stay at the site.
+        """The unit of α: standard deviations of the training images by channel (C, 1, 1), which
+        stay at the site.
         """
         meta = self.memory.meta
         if "deviations" not in meta:
@@ -182,9 +180,8 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         meta=(*MEASURED, LOSSES),
     )
     def train(self, round: int, incoming: Message) -> Message:
-        """A round of NDAG (Alg. 1).
-
-        The reply has the teacher, the states of the distribution type and the perturbed model.
+        """A round of NDAG (Alg. 1); the reply has the teacher, the states of the distribution type
+        and the perturbed model.
         """
         validation = self.validation(self.network("model", incoming[MODEL]))
         generation = self._generation(incoming)
@@ -213,7 +210,7 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         return reply
 
     def _decay(self) -> float:
-        """Of the teacher's average."""
+        """The decay of the teacher's average."""
         if self.hyper.ema != "auto":
             return self.hyper.ema
         batches = math.ceil(samples_of_pass(self.site) / self.site.batch_size)
@@ -234,9 +231,8 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
             )
 
     def _generation(self, incoming: Message) -> "AdversarialGeneration":
-        """Student, teacher and generator at the start of a round (Sec. III-D).
-
-        θ_g for a state that the site does not have.
+        """Student, teacher and generator at the start of a round (Sec. III-D); θ_g replaces a state
+        that the site does not have.
         """
         shared = incoming[MODEL]
         if GENERATOR in incoming:
@@ -255,9 +251,8 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         return super().finalize(incoming)
 
     def pictures(self, incoming: Message) -> dict[str, bytes]:
-        """Some training images, the final generator's perturbations of them, and their sums.
-
-        As in Fig. 4.
+        """Some training images, the final generator's perturbations of them, and their sums (the
+        paper's Fig. 4).
         """
         if GENERATOR not in incoming or not self.site.n["train"]:
             return {}
@@ -271,9 +266,8 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
 
 @dataclasses.dataclass
 class AdversarialGeneration:
-    """NDAG (Sec. III-B, Alg. 1): what happens on each batch.
-
-    One step of the generator and one of the student, then the teacher's update.
+    """NDAG (Sec. III-B, Alg. 1) on each batch: one step of the generator, one of the student, then
+    the teacher's update.
 
     Attributes:
         generator: images (N, C, H, W) -> perturbations of the same shape.
@@ -322,9 +316,8 @@ class AdversarialGeneration:
 
     @torch.no_grad()
     def student_images(self, images: Tensor) -> Tensor:
-        """x^ of the student's stage (N, C, H, W), without a graph.
-
-        α G(x) alone for train_on=perturbation.
+        """x^ of the student's stage (N, C, H, W), without a graph; α G(x) alone for
+        train_on=perturbation.
         """
         perturbation = self.generator(images)
         if self.hyper.train_on == "perturbation":
@@ -354,9 +347,8 @@ class AdversarialGeneration:
     def _student_step(
         self, images: Tensor, targets: Tensor, reference: Tensor | None
     ) -> dict[str, Tensor]:
-        """Stage 2: S learns from generated images; G and T are frozen.
-
-        It learns the teacher's features of the originals (Eq. 4), and the targets.
+        """Stage 2: S learns from generated images the teacher's features of the originals (Eq. 4)
+        and the targets; G and T are frozen.
         """
         self.student.train()
         x_hat = None if reference is None else self.student_images(images)
@@ -405,9 +397,8 @@ class AdversarialGeneration:
 def sharpness_aware_step(
     model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tensor], rho: float
 ) -> None:
-    """One optimiser step; with rho > 0 along the gradient at θ + ε, ε of length rho as in SHA.
-
-    FedSAM: Caldarola et al., ECCV 2022.
+    """One optimiser step; with rho > 0 along the gradient at θ + ε, ε of length rho as in SHA
+    (FedSAM, Caldarola et al., ECCV 2022).
     """
     optimizer.zero_grad()
     loss().backward()
@@ -427,9 +418,8 @@ def sharpness_aware_step(
 
 
 def channel_deviations(batches: Iterable[Tensor]) -> list[float]:
-    """The standard deviation of every channel over all pixels of all images.
-
-    Population form, float64; 0 for a constant channel.
+    """The standard deviation (population form, float64) of every channel over all pixels of all
+    images; 0 for a constant channel.
     """
     counts = []
     means = []

@@ -62,9 +62,8 @@ class FedSMExtraSite(SuperModelSite[FedSMExtraSiteHyper]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: FedSMExtraSiteHyper, server_hyper: Any) -> None:
-        """Also raises ConfigError for labels of whole images if the selector reads patches.
-
-        Those are the labels of combine "extra".
+        """Also raises ConfigError for combine "extra", which labels whole images, if the selector
+        reads patches.
         """
         super().check(task, hyper, server_hyper)
         if hyper.combine == "extra" and task.image_mode == "patch":
@@ -79,14 +78,14 @@ class FedSMExtraSite(SuperModelSite[FedSMExtraSiteHyper]):
     def train_selector(self, round: int, incoming: Message) -> Message:
         """A round of the selector alone.
 
-        The frozen models come with its first message; the site keeps them or the labels by them.
+        The frozen models come with the first request; the site stores them, or the labels by them.
         """
         if MODEL in incoming:
             self._keep(incoming)
         return self.selector_reply(round, incoming, self._selector_loss())
 
     def _keep(self, incoming: Message) -> None:
-        """Store the frozen models, or each image's best one."""
+        """Store the frozen models, or each training image's best one."""
         if self.hyper.combine == "extra":
             self.memory.meta["labels"] = self._labels(self._networks_of(incoming))
             return
@@ -116,9 +115,8 @@ class FedSMExtraSite(SuperModelSite[FedSMExtraSiteHyper]):
 
     @torch.no_grad()
     def _labels(self, networks: list[nn.Module]) -> list[int]:
-        """Each training image's best model.
-
-        Computed once: the models are frozen and the images are not augmented.
+        """Each training image's best model, computed once: the models are frozen and the images are
+        not augmented.
         """
         losses = []
         for images, targets, _ in self.site.ordered("train"):
@@ -175,7 +173,7 @@ class FedSMExtraServer(SuperModelServer[FedSMExtraServerHyper]):
         return message
 
     def step_selector(self, step: Step, replies: Replies) -> None:
-        """The next selector."""
+        """Note which sites have the frozen models, then step the selector."""
         self.memory.meta["sites_with_models"] = sorted({*self._sites_with_models, *replies})
         super().step_selector(step, replies)
 
@@ -189,7 +187,7 @@ class FedSMExtraServer(SuperModelServer[FedSMExtraServerHyper]):
 class ExtraSuperModel(SuperModel):
     """The most probable of K + 1 models predicts each image (FedSM-extra).
 
-    The selector gives logits (N, K + 1); arguments as of `SuperModel`, without γ.
+    The selector gives logits (N, K + 1); the other arguments are those of `SuperModel` without γ.
     """
 
     def choose(self, scores: Tensor) -> Tensor:

@@ -263,9 +263,8 @@ def tempered(selector: StateDict, temperature: float) -> StateDict:
 
 
 def paired_gain(values: Tensor, reference: Tensor) -> float | None:
-    """The mean of values - reference, metrics of the same patients (P,).
-
-    Over those that have both (NaN: undefined); None without any.
+    """The mean of values - reference, metrics of the same patients (P,), over those that have both
+    (NaN: undefined); None without any.
     """
     difference = (values - reference).nanmean().item()
     return None if math.isnan(difference) else difference

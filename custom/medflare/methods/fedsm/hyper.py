@@ -32,7 +32,7 @@ class PersonalServerHyper(FedAvgServerHyper):
 
 @strict_dataclass
 class FedSMSiteHyper(PersonalSiteHyper):
-    """FedSM's site."""
+    """Hyper-parameters of FedSM's site algorithm."""
 
     selector: Literal["ridge", "compact_selector", "vgg11"] = param(
         "ridge", "solved at the server (ridge) or trained; VGG-11: the paper's"
@@ -41,7 +41,7 @@ class FedSMSiteHyper(PersonalSiteHyper):
 
 @strict_dataclass
 class FedSMServerHyper(PersonalServerHyper):
-    """FedSM's server."""
+    """Hyper-parameters of FedSM's server algorithm."""
 
     selector_updates: Annotated[int, Field(ge=1)] | Literal["auto"] = param(
         "auto",
@@ -62,7 +62,7 @@ class FedSMServerHyper(PersonalServerHyper):
 
 @strict_dataclass
 class FedSMExtraSiteHyper(PersonalSiteHyper):
-    """The site of FedSM-extra and the ensemble."""
+    """Hyper-parameters of the site algorithm of FedSM-extra and the ensemble."""
 
     selector: Literal["auto", "compact_selector", "vgg11"] = param(
         "auto",
@@ -76,7 +76,7 @@ class FedSMExtraSiteHyper(PersonalSiteHyper):
 
 @strict_dataclass
 class FedSMExtraServerHyper(PersonalServerHyper):
-    """The server of FedSM-extra and the ensemble.
+    """Hyper-parameters of the server algorithm of FedSM-extra and the ensemble.
 
     Their K + 1 scores include the global model, so there is no γ.
     """

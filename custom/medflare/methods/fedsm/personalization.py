@@ -1,11 +1,11 @@
-"""Personal models: SoftPull's, and those that FedSM's Table 6 compares with it.
+"""Personal models: SoftPull's, and those that FedSM's Table 6 compares with it: fine-tuning, APFL
+with fixed α, Per-FedAvg and pFedMe.
 
-Those are fine-tuning, APFL with fixed α, Per-FedAvg and pFedMe, by the functions of
-`families.second_models`; w is FedSM's global model, frozen while APFL's v is trained.
-`SitePersonal` trains the site's personal model for a round; `SuperModelServer` holds all of them.
-Per-FedAvg and pFedMe share a second model ("meta") from which personal models start. Their gradient
-steps are those of the task's optimizer: plain SGD steps at the learning rate of a task with Adam
-hardly move a model.
+The latter use the functions of `families.second_models`; w is FedSM's global model, frozen while
+APFL's v is trained. `SitePersonal` trains the site's personal model for a round; `SuperModelServer`
+holds all of them. Per-FedAvg and pFedMe share a second model ("meta") from which personal models
+start. Their gradient steps are those of the task's optimizer: plain SGD steps at the learning rate
+of a task with Adam hardly move a model.
 """
 
 from dataclasses import replace
@@ -96,9 +96,8 @@ class SitePersonal(FedAvgSite[F]):
 
     @phase(request=REQUEST, reply=(ADAPTED,), meta=MEASURED)
     def validate(self, round: int, incoming: Message) -> Message:
-        """The validation metrics of the incoming models.
-
-        With Per-FedAvg also the personal model, adapted from the last shared one.
+        """The validation metrics of the incoming models; with Per-FedAvg the reply also has the
+        personal model, adapted from the last shared one.
         """
         reply = super().validate(round, incoming)
         personal = self._validate_personal(round, incoming, reply)

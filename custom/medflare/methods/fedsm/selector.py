@@ -55,7 +55,9 @@ def _is_trained(plan: Plan) -> bool:
 
 
 def selector_outputs(plan: Plan) -> int:
-    """A score for every site; of FedSM-extra's selector also one for the global model."""
+    """The number of the selector's scores: one for every site, and one for the global model in
+    FedSM-extra.
+    """
     return len(plan.sites) + isinstance(plan.site_hyper, FedSMExtraSiteHyper)
 
 
@@ -101,9 +103,8 @@ STATISTICS = TensorSpec(
 
 @torch.no_grad()
 def site_statistics(site: Site) -> StateDict:
-    """{"mean": (F,), "products": (F, F)}, float64: E[φ] and E[φ φᵀ] over the training images.
-
-    The images are not augmented.
+    """{"mean": (F,), "products": (F, F)}, float64: E[φ] and E[φ φᵀ] over the training images
+    without augmentation.
     """
     with seeded(0, "ridge"):  # only its head is random, which is not used
         body = task_network(site.task, {"name": RIDGE}, 2).to(site.device)
@@ -122,9 +123,9 @@ def site_statistics(site: Site) -> StateDict:
 
 
 def solved(replies: Replies, sites: Sequence[str]) -> tuple[Tensor, Tensor] | None:
-    """(weight, bias) of the ridge selector; a site without statistics is never chosen.
+    """(weight, bias) of the ridge selector; None without statistics or if they are singular.
 
-    None without statistics or if they are singular.
+    A site without statistics is never chosen.
     """
     statistics = {
         sites.index(site): reply[STATISTICS]

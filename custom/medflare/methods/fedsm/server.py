@@ -1,6 +1,5 @@
-"""FedSM's server algorithm: the global model, the personal models and the selector.
-
-It averages the first, pulls the second together (Eq. 11), and solves or steps the third.
+"""FedSM's server algorithm: it averages the global model, pulls the personal models together (Eq.
+11), and solves or steps the selector.
 """
 
 from typing import Any, ClassVar, TypeVar
@@ -63,7 +62,7 @@ V = TypeVar("V", bound=PersonalServerHyper)
 class SuperModelServer(FedAvgServer[V]):
     """FedAvg's global model, the personal models, and the super model of them and a selector.
 
-    Personal models start from the initial global one.
+    Personal models start as the initial global one.
 
     Attributes:
         selector: its weights; `first` and `second` are its Adam moments.
@@ -107,9 +106,8 @@ class SuperModelServer(FedAvgServer[V]):
         return self.memory[PERSONALS.member(site)]
 
     def request_of_model(self, step: Step, site: str) -> Message:
-        """The global and the site's personal model.
-
-        For Per-FedAvg and pFedMe also the shared model that it comes from.
+        """The global and the site's personal model; for Per-FedAvg and pFedMe also the shared model
+        from which it starts.
         """
         message = super().request_of_model(step, site)
         message[PERSONAL] = self.personal(site)
@@ -118,9 +116,8 @@ class SuperModelServer(FedAvgServer[V]):
         return message
 
     def select_model(self, step: Step, replies: Replies) -> None:
-        """The measured models are candidates.
-
-        Per-FedAvg's personal model is made, measured and sent by the site.
+        """Enter the measured models in the selection, also Per-FedAvg's personal model, which the
+        site makes, measures and sends.
         """
         super().select_model(step, replies)
         for site, reply in replies.items():
@@ -130,7 +127,7 @@ class SuperModelServer(FedAvgServer[V]):
             self.best_personal[site].propose(value, step.round, self.personal(site))
 
     def aggregate_models(self, step: Step, replies: Replies) -> None:
-        """The next global and personal models. Sites that did not reply keep theirs."""
+        """Make the next global and personal models. Sites that did not reply keep theirs."""
         super().aggregate_models(step, replies)
         models = {site: reply[PERSONAL] for site, reply in replies.items()}
         if self.personalization == "softpull":
@@ -145,9 +142,10 @@ class SuperModelServer(FedAvgServer[V]):
 
     @handles(FedSMSite.train_selector)
     def step_selector(self, step: Step, replies: Replies) -> None:
-        """A step of Adam along the sites' mean gradient.
+        """Take a step of Adam along the sites' mean gradient.
 
-        Sites, its classes, have equal weights: else it would choose the largest site.
+        Sites, the selector's classes, have equal weights: otherwise it would choose the largest
+        site.
         """
         count = self.memory.meta["selector_step"] + 1
         mean = plain_mean({site: reply[GRADIENT] for site, reply in replies.items()})
@@ -191,9 +189,8 @@ class SuperModelServer(FedAvgServer[V]):
 
 
 class FedSMServer(SuperModelServer[FedSMServerHyper]):
-    """FedAvg's global model, the personal models and the selector.
-
-    At the end temperature and γ are chosen on validation images.
+    """FedAvg's global model, the personal models and the selector, whose temperature and γ are
+    chosen at the end on validation images.
     """
 
     site_algorithm = FedSMSite
@@ -212,7 +209,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
 
     @property
     def updates(self) -> int:
-        """Of a trained selector in each round."""
+        """The number of updates of a trained selector in each round."""
         if self.ridge:
             return 1
         if isinstance(self.hyper.selector_updates, str):
@@ -220,9 +217,8 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
         return self.hyper.selector_updates
 
     def steps(self) -> list[Step]:
-        """FedAvg's schedule with the updates of a trained selector.
-
-        At the end the ridge selector, the temperature, and the tuning of γ.
+        """FedAvg's schedule with the updates of a trained selector; at the end come the ridge
+        selector, the temperature, and the tuning of γ.
         """
         steps = []
         for step in super().steps():
@@ -245,13 +241,13 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
         return message
 
     def select_model(self, step: Step, replies: Replies) -> None:
-        """The measured models are candidates."""
+        """Enter the measured models, and a trained selector, in the selection."""
         super().select_model(step, replies)
         if not self.ridge:
             self.best_selector.update(replies, "selector", step.round, self.selector)
 
     def aggregate_models(self, step: Step, replies: Replies) -> None:
-        """The next global and personal models, and a step of the selector if it is trained."""
+        """Make the next global and personal models, and step the selector if it is trained."""
         super().aggregate_models(step, replies)
         if not self.ridge:
             self.step_selector(step, replies)
@@ -265,7 +261,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
 
     @handles(FedSMSite.selector_features)
     def solve_selector(self, step: Step, replies: Replies) -> None:
-        """The ridge selector."""
+        """Solve for the ridge selector; a warning if the statistics give none."""
         solution = solved(replies, self.context.sites)
         if solution is None:
             self.context.warn(
@@ -284,7 +280,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
 
     @handles(FedSMSite.selector_confidence)
     def fit_temperature(self, step: Step, replies: Replies) -> None:
-        """The selector's temperature."""
+        """Choose the selector's temperature."""
         losses = {site: reply.get(CALIBRATION) or [] for site, reply in replies.items()}
         self.memory.meta["temperature"] = fitted_temperature(losses)
 
@@ -295,7 +291,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
 
     @handles(FedSMSite.evaluate_gamma)
     def tune_gamma(self, step: Step, replies: Replies) -> None:
-        """γ by the sites' gains over the global model, see `tuned_gamma`."""
+        """Choose γ by the sites' gains over the global model, see `tuned_gamma`."""
         gains = {}
         for site, reply in replies.items():
             if GAINS in reply:
@@ -312,7 +308,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
     # -- results ----------------------------------------------------------------------------------
 
     def model_selectors(self) -> dict[str, ModelSelector]:
-        """Those of the global model and of the selector."""
+        """The selections of the global model and of the selector."""
         selectors = super().model_selectors()
         if selectors:
             selectors["selector"] = self.best_selector
@@ -338,7 +334,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
         }
 
     def configure_final(self, site: str) -> Message:
-        """The whole super model, with γ and whose scores choose."""
+        """The whole super model, with γ and whose scores choose, an image's or a patient's."""
         message = super().configure_final(site)
         message[GAMMA] = self.gamma
         message[CHOOSE_BY] = self.hyper.choose_by

@@ -1,10 +1,10 @@
-"""FedSM's site algorithm: every round a site trains two models on the same images.
+"""FedSM's site algorithm: every round a site trains two models on the same images, first the global
+model w_g (FedAvg's training), then its personal model w_p,k (`SitePersonal`).
 
-One after the other: the global model w_g (FedAvg's training) and its personal model w_p,k
-(`SitePersonal`; the server pulls it towards the others, Eq. 11). For a selector w_s that is
-trained, the reply also has its gradient (cross entropy with the site's own label, Eq. 2). After the
-last round the site sends the statistics of the ridge selector, and evaluates the selector's
-calibration and the candidates of γ on validation images.
+The server pulls the personal model towards the others (Eq. 11). For a selector w_s that is trained,
+the reply also has its gradient (cross entropy with the site's own label, Eq. 2). After the last
+round the site sends the statistics of the ridge selector, and evaluates the selector's calibration
+and the candidates of γ on validation images.
 """
 
 import math
@@ -93,7 +93,9 @@ class SuperModelSite(SitePersonal[F]):
     kind: ClassVar[str]
 
     def validate_request(self, incoming: Message) -> str | None:
-        """Refuses a super model of other sites, or with another selector, than the plan's."""
+        """Which item of a super model is of other sites, or of another selector, than the plan's;
+        or None.
+        """
         expected = {CLASSES: list(self.plan.sites), SPEC: dict(selector_spec(self.plan))}
         for item, value in expected.items():
             if item in incoming and incoming[item] != value:
@@ -102,7 +104,7 @@ class SuperModelSite(SitePersonal[F]):
 
     @property
     def label(self) -> int:
-        """The site's class, of the selector."""
+        """The site's class in the selector."""
         return self.plan.sites.index(self.site.name)
 
     def selector(self, state: StateDict) -> nn.Module:
@@ -113,9 +115,8 @@ class SuperModelSite(SitePersonal[F]):
 
     @torch.no_grad()
     def selector_logits(self, state: StateDict, split: str) -> Tensor:
-        """Logits (N, outputs) of the split's images, on the CPU.
-
-        With `image_mode` "patch" they are of the images' windows.
+        """Logits (N, outputs) of the split's images, with `image_mode` "patch" of their windows, on
+        the CPU.
         """
         selector = self.selector(state).eval()
         return torch.cat([selector(batch.images).cpu() for batch in self.site.ordered(split)])
@@ -160,9 +161,8 @@ class SuperModelSite(SitePersonal[F]):
 
 
 class FedSMSite(SuperModelSite[FedSMSiteHyper]):
-    """FedAvg's global model, a personal model and a selector.
-
-    At the end the selector's calibration and the tuning of γ.
+    """FedAvg's global model, a personal model and a selector; at the end it measures for the
+    selector's calibration and the tuning of γ.
     """
 
     server_hyper = FedSMServerHyper
@@ -174,7 +174,7 @@ class FedSMSite(SuperModelSite[FedSMSiteHyper]):
 
     @extends(request=(TRAINED_SELECTOR,), reply=(GRADIENT,))
     def train(self, round: int, incoming: Message) -> Message:
-        """Trains the global and the personal model; then a trained selector's gradient."""
+        """Trains the global and the personal model; adds a trained selector's gradient."""
         reply = super().train(round, incoming)
         self._measure_selector(incoming, reply)
         if not is_ridge(self.plan):

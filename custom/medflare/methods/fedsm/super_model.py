@@ -1,7 +1,8 @@
-"""FedSM's deployed model: the selector reads an image, then one model predicts.
+"""FedSM's deployed model: the selector reads an image, then a personal model or the global one
+predicts.
 
-That is a personal model or the global one. With `image_mode` "patch" the selector decides for every
-window of an image alone; predictions of neighbouring windows are blended.
+With `image_mode` "patch" the selector decides for every window of an image alone; predictions of
+neighbouring windows are blended.
 """
 
 from collections import Counter
@@ -40,9 +41,8 @@ _SELECTORS = ({"name": RIDGE}, {"name": COMPACT}, {"name": VGG11})
 
 
 class SuperModel(nn.Module):
-    """Images (N, C, H, W) to probabilities (N, outputs, ...).
-
-    Each image is predicted by one of K + 1 networks.
+    """Maps images (N, C, H, W) to probabilities (N, outputs, ...), each image by one of K + 1
+    networks.
 
     Args:
         task: gives the probabilities.
@@ -84,9 +84,8 @@ class SuperModel(nn.Module):
         return self.selector(images).softmax(dim=1)
 
     def choose(self, scores: Tensor) -> Tensor:
-        """The network of each image, (N,) in 0..K, by the selector's scores (N, K).
-
-        See `choose_model`.
+        """The network of each image, (N,) in 0..K, by the selector's scores (N, K), see
+        `choose_model`.
         """
         return choose_model(scores, self.gamma)
 
@@ -129,9 +128,8 @@ class SuperModel(nn.Module):
         return torch.cat(list(map(self.predict_with, parts, choices)))
 
     def note(self, choice: Tensor, scores: Tensor) -> None:
-        """Counts the chosen networks (N,) and the most probable classes of a batch.
-
-        Scores are (N, K) or (N, K + 1).
+        """Counts the chosen networks (N,) and the most probable classes of a batch, by scores (N,
+        K) or (N, K + 1).
         """
         classes = self.names[-scores.shape[1] :]
         self.predicted_by = [self.names[network] for network in choice.tolist()]
@@ -158,9 +156,8 @@ class SuperModel(nn.Module):
         return UnbranchedSuperModel(self)
 
     def report(self) -> dict[str, Any]:
-        """Images predicted by each network, and under "selector" images by most probable class.
-
-        The latter, of all sites, are the confusion matrix.
+        """Images predicted by each network, and under "selector" images by most probable class;
+        those of all sites are the confusion matrix.
         """
         report: dict[str, Any] = {name: self.chosen[name] for name in self.names}
         recognized = {}
@@ -172,9 +169,8 @@ class SuperModel(nn.Module):
 
 
 class UnbranchedSuperModel(nn.Module):
-    """A super model for exporters, which allow no branches.
-
-    All networks compute, one prediction is taken.
+    """A super model for exporters, which allow no branches: all networks compute, one prediction is
+    taken.
     """
 
     def __init__(self, model: SuperModel):
@@ -196,9 +192,8 @@ def super_model(task: TaskConfig, message: Message) -> SuperModel:
 def super_model_parts(
     task: TaskConfig, message: Message, outputs: int
 ) -> tuple[list[nn.Module], nn.Module, list[str]]:
-    """(networks, selector with `outputs` scores, names) of a super model's message.
-
-    They are in evaluation mode.
+    """(networks, selector with `outputs` scores, names) of a super model's message, in evaluation
+    mode.
 
     Raises:
         StateError: the message is incomplete, or names another selector than FedSM's.
@@ -253,9 +248,8 @@ def _gain(scores: Scores, reference: Scores, metric: str, minimum_patients: int)
 
 
 def _scores_of_images(model: SuperModel, site: Site) -> dict[float, Scores]:
-    """Each image has two possible predictions for all γ.
-
-    The global network's, and that of the most probable site.
+    """γ -> the metric's scores: each image has two possible predictions for all γ, the global
+    network's and that of the most probable site.
     """
     data = site.data.validation
     parts = [model.scores(batch.images) for batch in site.ordered("validation")]
@@ -279,7 +273,9 @@ def _scores_of_images(model: SuperModel, site: Site) -> dict[float, Scores]:
 
 
 def _scores_of_patches(model: SuperModel, site: Site) -> dict[float, Scores]:
-    """Windows overlap: all of them run again for every γ that changes the choice of one."""
+    """γ -> the metric's scores: windows overlap, so all of them run again for every γ that changes
+    the choice of one.
+    """
     largest = [torch.empty(0)]  # each window's largest score
 
     def scored(gamma: float) -> Scores:

@@ -38,9 +38,8 @@ def consistency_weights(
     granularity: Granularity = "total",
     sizes: Sequence[int] = (),
 ) -> Tensor:
-    """p' = Norm[(Sigma 1) o p] (Eq. 3): aggregation weights by how well the sites' updates agree.
-
-    Of flattened updates; the server runs `consistent_aggregate`.
+    """p' = Norm[(Sigma 1) o p] (Eq. 3) of flattened updates: aggregation weights by how well they
+    agree; the server runs `consistent_aggregate`.
 
     Args:
         deltas: flattened updates theta_m - theta_g, one row per site (M, D).
@@ -90,9 +89,8 @@ def similarity(grams: Tensor, granularity: Granularity = "total") -> Tensor:
 
 
 def average_consistency(sigma: Tensor, include_self: bool = True) -> Tensor:
-    """c_m = 1/M sum_n sigma_mn (before Eq. 4): (M, M) -> (M,).
-
-    Without `include_self` the mean over the other M - 1 sites, if there are any.
+    """c_m = 1/M sum_n sigma_mn (before Eq. 4): (M, M) -> (M,); without `include_self` the mean over
+    the other M - 1 sites, if there are any.
     """
     if include_self or len(sigma) == 1:
         return sigma.mean(dim=1)
@@ -100,13 +98,12 @@ def average_consistency(sigma: Tensor, include_self: bool = True) -> Tensor:
 
 
 def reweighted(c: Tensor, p: Tensor) -> Tensor:
-    """p'_m proportional to c_m p_m (Eq. 3): (M,) with sum 1.
-
-    p' is in (0, 1) also for consistencies that are not positive.
+    """p'_m proportional to c_m p_m (Eq. 3): (M,) with sum 1, in (0, 1) also for consistencies that
+    are not positive.
 
     If the smallest c is <= 0, the same number is added to all until it is 0.001; the published code
-    does so only below 0 and divides by zero at 0. p' = p for equal consistencies: one site,
-    two sites that moved, identical sites, no update at all.
+    does so only below 0 and divides by zero at 0. p' = p for equal consistencies: one site, two
+    sites that moved, identical sites, no update at all.
 
     Args:
         c: consistencies (M,).
@@ -135,9 +132,8 @@ def consistent_aggregate(
     granularity: Granularity = "total",
     server_rate: float = 1.0,
 ) -> tuple[StateDict, dict[str, float]]:
-    """The next global model theta_g + eta_g sum_m p'_m Delta_m.
-
-    Eq. 3 and the line after it, with the sign towards the sites.
+    """The next global model theta_g + eta_g sum_m p'_m Delta_m (Eq. 3 and the line after it, with
+    the sign towards the sites).
 
     Buffers such as BatchNorm's running statistics are averaged with the weights p' for any server
     rate; integer buffers take the largest value. The other options are those of
@@ -193,9 +189,8 @@ def _refuse_non_finite(sites: Sequence[str], grams: Tensor) -> None:
 
 
 def coral(x: Tensor, y: Tensor, form: CoralForm = "domainbed") -> Tensor:
-    """CORAL distance of two feature sets (Sun and Saenko, ECCV workshops 2016), a scalar.
-
-    0 if a set has fewer than two rows.
+    """CORAL distance of two feature sets (Sun and Saenko, ECCV workshops 2016), a scalar; 0 if a
+    set has fewer than two rows.
 
     Args:
         x: features (N, D).
@@ -218,9 +213,8 @@ def _covariance(features: Tensor) -> Tensor:
 
 
 def mmd(x: Tensor, y: Tensor) -> Tensor:
-    """Squared maximum mean discrepancy E k(x, x') + E k(y, y') - 2 E k(x, y), a scalar.
-
-    Diagonals are included.
+    """Squared maximum mean discrepancy E k(x, x') + E k(y, y') - 2 E k(x, y), diagonals included, a
+    scalar.
 
     k is a sum of Gaussian kernels exp(-gamma d^2), gamma = 0.001, 0.01, ... 1000 (as in MMD-AAE,
     Li et al., CVPR 2018).
@@ -247,9 +241,8 @@ def reverse_gradient(features: Tensor) -> Tensor:
 
 
 def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Binary cross-entropy of a discriminator between global and local features.
-
-    (N, D), (M, D) -> scalar; global features have the label 1, local ones 0.
+    """Binary cross-entropy of a discriminator between global features (label 1) and local ones
+    (label 0): (N, D), (M, D) -> scalar.
 
     Its gradient trains the discriminator and, reversed, the local feature extractor against it.
 
@@ -268,9 +261,8 @@ def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def meta_trained(parameters: State, task_loss: Callable[[State], Tensor], rate: float) -> StateDict:
-    """theta' = theta - eta grad L_task(theta; x_tr, y_tr), by name, as a function of theta.
-
-    Eq. 1; the printed Delta is a gradient.
+    """theta' = theta - eta grad L_task(theta; x_tr, y_tr) (Eq. 1, whose Delta is a gradient), by
+    name, as a function of theta.
 
     The gradient of L_meta(theta') by theta is that of the meta-update of first order, with the
     inner gradient as a constant (as in the published code).
@@ -295,9 +287,8 @@ def meta_trained(parameters: State, task_loss: Callable[[State], Tensor], rate: 
 def a_distance(
     global_features: Tensor, local_features: Tensor, *, repeats: int = 10, seed: int = 0
 ) -> float:
-    """Proxy A-distance 2 (1 - 2 err) between the features that two models give the same images.
-
-    Ben-David et al., 2010.
+    """Proxy A-distance 2 (1 - 2 err) between the features that two models give the same images
+    (Ben-David et al., 2010).
 
     err is the test error of a logistic classifier between the two models' features, trained on 80 %
     of the images, averaged over `repeats` splits. Both features of an image are on the same side of

@@ -1,6 +1,5 @@
-"""GRACE's server algorithm: updates are averaged with weights by their consistency (Eq. 3).
-
-The weights grow with an update's mean cosine to all updates.
+"""GRACE's server algorithm: updates are averaged with weights by their consistency (Eq. 3), which
+grow with an update's mean cosine to all updates.
 """
 
 from medflare.methods import (
@@ -30,9 +29,9 @@ class GraceServerHyper(FedAvgServerHyper):
 
 
 class ConsistencyAggregation(WeightedMean):
-    """Consistency-enhanced re-weighting.
+    """Consistency-enhanced re-weighting; the weighted mean if there is no previous model (the first
+    round of FLARE's own workflows).
 
-    The weighted mean if there is no previous model (the first round of FLARE's own workflows).
     Cosines are over the trainable entries, shallow to deep, or over all floating ones if there is
     no task. A robust `rule` uses the weights by consistency if it uses weights (geometric,
     clipped).
@@ -62,7 +61,9 @@ class ConsistencyAggregation(WeightedMean):
 
 
 class GraceServer(FedAvgServer[GraceServerHyper]):
-    """Works with every site algorithm that sends a model as FedAvg's does."""
+    """FedAvg's server algorithm with weights by consistency, for every site algorithm that sends a
+    model as FedAvg's does.
+    """
 
     aggregation_class = ConsistencyAggregation
     freezes = False

@@ -114,14 +114,13 @@ class GraceSite(PersonalSite[GraceSiteHyper]):
 
     @classmethod
     def needs_features(cls, hyper: GraceSiteHyper) -> bool:
-        """Two steps, alignment and the probe need them."""
+        """Whether the settings include two steps, alignment or the probe, which need features."""
         return hyper.client != "erm" or hyper.probe
 
     @phase(request=(MODEL,), reply=(MODEL,), meta=(*MEASURED, A_DISTANCE.as_optional()))
     def train(self, round: int, incoming: Message) -> Message:
-        """FedAvg's training; then the local model is validated as the personal one.
-
-        With `probe`, its A-distance is computed.
+        """FedAvg's training; then the local model is validated as the personal one and, with
+        `probe`, its A-distance is computed.
         """
         reply = super().train(round, incoming)
         self.selection.add_trained(round, reply[MODEL], reply)
@@ -201,9 +200,8 @@ class GraceSite(PersonalSite[GraceSiteHyper]):
 
     @contextmanager
     def _adversary(self, optimizer: Optimizer) -> Iterator[nn.Module]:
-        """The site's discriminator for a round.
-
-        Its own Adam steps with the model's optimizer, after the same backward pass.
+        """The site's discriminator for a round, whose own Adam steps with the model's optimizer,
+        after the same backward pass.
         """
         width = feature_width(self.site.task)
         with seeded(self.site.seed, self.site.name, "discriminator"):
@@ -228,7 +226,7 @@ class GraceSite(PersonalSite[GraceSiteHyper]):
         self.discriminator = copied_state(discriminator)
 
     def finalize(self, incoming: Message) -> FinalModels:
-        """The local model inside; outside the global one, adapted by `tta`."""
+        """The local model inside; the global one outside, adapted by `tta`."""
         models = super().finalize(incoming)
         if not self.inside:
             build_base = partial(build, self.site.task)
@@ -290,11 +288,12 @@ class _WithFeatures(nn.Module):
 
 
 def halves(count: int, swap: bool) -> list[tuple[slice, slice]]:
-    """The (meta-train, meta-test) halves of a batch by position.
+    """The (meta-train, meta-test) halves of a batch by position, and with `swap` the exchanged
+    ones.
 
-    With `swap` also exchanged, and the update is the mean of both. The paper's update is the
-    gradient of half of the images; the swapped one uses all of them, at twice the passes. A batch
-    of fewer than four images is not cut: it is both halves.
+    With `swap` the update is the mean of both. The paper's update is the gradient of half of the
+    images; the swapped one uses all of them, at twice the passes. A batch of fewer than four images
+    is not cut: it is both halves.
 
     Examples:
         >>> halves(8, swap=False), len(halves(8, swap=True)), len(halves(3, swap=True))
@@ -310,10 +309,9 @@ def halves(count: int, swap: bool) -> list[tuple[slice, slice]]:
 
 
 def optimizer_step(parameters: Parameters, task_loss: TaskLoss, optimizer: Optimizer) -> StateDict:
-    """theta' by a step of the optimizer, as a function of theta.
+    """theta' by a step of the optimizer (Eq. 1, first order), as a function of theta.
 
-    Eq. 1 with the optimizer's step, first order. The step changes the optimizer's moments, unless
-    it is inside `preserved_moments`.
+    The step changes the optimizer's moments, unless it is inside `preserved_moments`.
 
     Args:
         parameters: theta by name, the optimizer's leaves; unchanged afterwards.

@@ -162,9 +162,7 @@ def entropy_loss(p: Tensor) -> Tensor:
 
 def entropy_loss_official(p: Tensor) -> Tensor:
     """The published code's entropy: summed over the images of the batch, divided by log C, averaged
-    over classes and pixels.
-
-    Equals `entropy_loss` times N / (C log C).
+    over classes and pixels; it equals `entropy_loss` times N / (C log C).
     """
     return _minus_p_log_p(p).sum(dim=0).mean() / math.log(p.shape[1])
 

@@ -42,7 +42,7 @@ from medflare.methods.iop_fl.routing import RoutedNetwork, Routing, Statistics
 from medflare.tasks.metrics import foreground
 
 EXPERTS = TensorSpec("expert", of=lambda plan: plan.sites)  # the sites' personal models
-ROUTER = TensorSpec("router")  # the fitted coefficients of a delivered model
+ROUTER = TensorSpec("router")  # the fitted coefficients of a final model
 
 # Least mutual information of a state, as a fraction of the start's.
 GATE_INFORMATION = 0.8
@@ -111,7 +111,7 @@ class OutsideHyper(SiteHyper):
 
 @dataclasses.dataclass(frozen=True)
 class StateSummary:
-    """A state of the routers by its predictions for all images.
+    """A state of the routers, described by its predictions for all images.
 
     Attributes:
         loss: the test-time loss.
@@ -146,13 +146,13 @@ Decisions = Iterable[Tensor]  # of a state, batch by batch: masks or classes
 
 
 class PackedDecisions:
-    """Decisions, of which masks are kept with one bit a pixel: all experts' stay in memory."""
+    """Stored decisions; masks have one bit a pixel, since those of all experts stay in memory."""
 
     def __init__(self) -> None:
         self._batches: list[Tensor | tuple[np.ndarray, torch.Size]] = []
 
     def append(self, decisions: Tensor) -> None:
-        """Add those of one more batch."""
+        """Add the decisions of one more batch."""
         if decisions.dtype == torch.bool:
             self._batches.append((np.packbits(decisions.numpy()), decisions.shape))
         else:
@@ -219,7 +219,7 @@ def agreement(first: Decisions, second: Decisions) -> float:
 
 
 def _decisions(p: Tensor, task: TaskConfig) -> Tensor:
-    """Masks (bool) of a segmentation, else classes, or 0 and 1 for each label of a multilabel task;
+    """Masks (bool) of a segmentation, else classes, or 0 and 1 for each label of a multilabel task,
     on the CPU.
     """
     if task.kind == "segmentation":
@@ -261,7 +261,7 @@ def gate_refusal(state: StateSummary, start: StateSummary) -> str:
 
 
 class Start(NamedTuple):
-    """From where the coefficients are fitted: the mixture or an expert.
+    """Where the fit of the coefficients starts: the mixture or an expert.
 
     Attributes:
         running: normalise by its running statistics, not by the test batch.
@@ -377,7 +377,7 @@ class RoutedModel(nn.Module):
         return means
 
     def _starts(self, parts: Iterable[Tensor]) -> tuple[list[Start], dict[Start, PackedDecisions]]:
-        """From where the fit may start, and the decisions with which a state may agree: of the
+        """The possible starts of the fit, and the decisions with which a state may agree: of the
         mixture and, with the gate, of each expert.
 
         The mixture is the only start unless personal models contradict each other. The global model
@@ -402,9 +402,9 @@ class RoutedModel(nn.Module):
     def _most_stable(
         self, starts: Sequence[Start], parts: Iterable[Tensor], references: Sequence[Decisions]
     ) -> tuple[Start, StateSummary]:
-        """The start of the least `instability`, of equals the first one, and its summary.
+        """The start of the least `instability` (the first if several are equal), and its summary.
 
-        Not that of the lowest loss: an expert of other images can be certain, and wrong.
+        The lowest loss does not decide: an expert of other images can be certain, and wrong.
         """
         summaries = {}
         for start in starts:
@@ -414,8 +414,8 @@ class RoutedModel(nn.Module):
         return chosen, summaries[chosen]
 
     def load_start(self, expert: str, running: bool = False) -> None:
-        """The state of an expert, its own base, or of the mixture, whose base is the global
-        model.
+        """Load the state of an expert, with its own base, or of the mixture, whose base is the
+        global model.
 
         Args:
             running: normalise by the base's running statistics.
@@ -442,7 +442,7 @@ class RoutedModel(nn.Module):
     def measure(
         self, batches: Iterable[Tensor], references: Sequence[Decisions] = ()
     ) -> StateSummary:
-        """The current state by all images of these batches, without dropout."""
+        """The summary of the current state over all images of these batches, without dropout."""
         self.network.eval()
 
         def results() -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -45,8 +45,8 @@ ROUTED_TYPES = (
 
 
 class MLPRouter(nn.Module):
-    """Coefficients from the layer's pooled input: linear C -> 2C, dropout, linear 2C -> experts,
-    softmax or sigmoid (Eq. 6).
+    """Computes coefficients from the layer's pooled input: linear C -> 2C, dropout, linear 2C ->
+    experts, softmax or sigmoid (Eq. 6).
 
     The last layer starts with weight 0 and a bias for which every coefficient is 1/experts: 0, or
     logit(1/experts) for sigmoids.
@@ -82,8 +82,8 @@ class MLPRouter(nn.Module):
 
 
 class _SharedCoefficients(nn.Module):
-    """In place of a layer's router: the coefficients that the network's only router computed from
-    the image.
+    """Takes a router's place in every layer: gives the coefficients that the network's only router
+    computed from the image.
     """
 
     coefficients: Tensor
@@ -116,7 +116,7 @@ class RoutedLayer(nn.Module):
             self.register_buffer(f"experts_{part}", stacked, persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The layer's output, with its own weights for every sample."""
+        """The layer's output, for every sample with its own weights."""
         channels_second = inputs
         if isinstance(self.layer, nn.Linear):  # there the channels are last
             channels_second = inputs.movedim(-1, 1)
@@ -186,7 +186,9 @@ class RoutedNetwork(nn.Module):
         self.eval()
 
     def _replace(self, name: str, layer: nn.Module) -> None:
-        """Put a layer in the place of the network's of this name, "" for the network itself."""
+        """Put a layer in the place of the network's layer of this name, "" for the network
+        itself.
+        """
         replace_layer(self, f"network.{name}".rstrip("."), layer)
 
     def _route(self, routing: Routing) -> None:
@@ -226,7 +228,7 @@ class RoutedNetwork(nn.Module):
         return self.network(images)
 
     def train(self, mode: bool = True) -> "RoutedNetwork":
-        """Training mode applies to the routers' dropout only; the network stays in evaluation
+        """Set the training mode of the routers' dropout alone; the network stays in evaluation
         mode.
         """
         super().train(False)
@@ -256,7 +258,7 @@ class RoutedNetwork(nn.Module):
 
     @torch.no_grad()
     def set_base(self, expert: int, running: bool = False) -> None:
-        """Take the entries that are not routed from this expert; then the network that prefers it
+        """Take the entries that are not routed from this expert; a network that then prefers it
         nearly equals it.
 
         Args:
@@ -284,7 +286,9 @@ class RoutedNetwork(nn.Module):
 
 
 def _entries(network: nn.Module, without: Collection[str]) -> dict[str, tuple[nn.Module, str]]:
-    """Entry of the network's state -> its module and its name there; not those of some layers."""
+    """Entry of the network's state -> its module and its name there, without the entries of some
+    layers.
+    """
     entries = {}
     names = network.state_dict().keys()
     for name, module in network.named_modules(remove_duplicate=False):

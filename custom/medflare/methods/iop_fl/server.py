@@ -1,6 +1,5 @@
-"""IOP-FL's server algorithm: FedAvg's.
-
-For outside sites it collects every P_k at the end and sends them with w_g.
+"""IOP-FL's server algorithm: FedAvg's, which at the end collects every P_k and sends them with w_g
+to outside sites.
 """
 
 from medflare.methods import (
@@ -34,7 +33,7 @@ class IOPServer(FedAvgServer[FedAvgServerHyper]):
 
     @handles(IOPSite.submit)
     def collect_experts(self, step: Step, replies: Replies) -> None:
-        """Every P_k with its rounds of training."""
+        """Store every P_k with its rounds of training."""
         rounds = dict(self.memory.meta.get(ROUNDS, {}))
         for site, reply in replies.items():
             self.memory[EXPERTS.member(site)] = reply[ADAPTED]

@@ -1,6 +1,5 @@
-"""IOP-FL's site algorithm: FedAvg's with a local adapted model P_k.
-
-Outside, a network routed over all of them.
+"""IOP-FL's site algorithm: FedAvg's with a local adapted model P_k; outside, a network routed over
+all of them.
 """
 
 from dataclasses import replace
@@ -54,9 +53,8 @@ class IOPHyper(OutsideHyper, FedAvgHyper):
 
 
 class IOPSite(SecondModelSite[IOPHyper]):
-    """FedAvg's site algorithm with a local adapted model P_k.
-
-    The site uses that of the best round by its own validation.
+    """FedAvg's site algorithm with a local adapted model P_k; the site uses the one of the best
+    round by its own validation.
     """
 
     selection_name = "adapted"
@@ -68,9 +66,10 @@ class IOPSite(SecondModelSite[IOPHyper]):
 
     @phase(reply=(ADAPTED,), meta=(N_SAMPLES, SELECTED_ROUND))
     def submit(self, round: int, incoming: Message) -> Message:
-        """P_k, once, at the end, if there are outside sites.
+        """Sends P_k, once, at the end, if there are outside sites.
 
-        Raises StateError if the site has not trained.
+        Raises:
+            StateError: the site has not trained.
         """
         if self.personal is None:
             raise StateError(
@@ -83,9 +82,8 @@ class IOPSite(SecondModelSite[IOPHyper]):
 
     @phase(request=(MODEL, EXPERTS), request_meta=(SELECTED_ROUND.as_optional(),))
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """Inside: the global model and P_k.
-
-        Outside: the global model and the routed one, fitted to this site's test images.
+        """The global model and, inside, P_k; outside, the routed model, fitted to this site's test
+        images.
         """
         models = super().finalize(incoming)
         if not self.inside and incoming.family(EXPERTS):

@@ -18,7 +18,7 @@ from medflare.training.site import Site
 
 
 def groups_and_classes(task: TaskConfig) -> tuple[int, int]:
-    """(G, C)."""
+    """(G, C), the numbers of a task's groups and of their classes."""
     names = class_names(task)
     return len(names), len(names[0])
 
@@ -91,12 +91,12 @@ class PatientsOfClasses:
         self._shown: list[tuple[Tensor, Tensor]] = []
 
     def add(self, labels: Tensor, classes: int, rows: Tensor) -> None:
-        """A batch: class indices (G, N, P) of rows (N,) of the split."""
+        """Add a batch: class indices (G, N, P) of rows (N,) of the split."""
         shown = [(labels == number).any(dim=2) for number in range(classes)]
         self._shown.append((rows, torch.stack(shown, dim=1).flatten(0, 1)))
 
     def few(self, minimum: int) -> Tensor:
-        """(G C,) whether patients show the class, but fewer than `minimum`."""
+        """(G C,) whether some patients show the class, but fewer than `minimum`."""
         counts = []
         for by_batch in zip(*(shown.cpu() for _, shown in self._shown), strict=True):
             rows = [rows[images] for (rows, _), images in zip(self._shown, by_batch, strict=True)]

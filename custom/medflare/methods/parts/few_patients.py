@@ -21,7 +21,7 @@ def first_batches(site: Site, round: int, purpose: str) -> list[Batch]:
     """As few of the first training batches as have enough patients together; at least one.
 
     Raises:
-        ConfigError: many epochs have too few.
+        ConfigError: many epochs have too few patients.
     """
     taken: list[Batch] = []
     for epoch in range(_MOST_EPOCHS):
@@ -36,8 +36,9 @@ def first_batches(site: Site, round: int, purpose: str) -> list[Batch]:
 
 
 class LastBatches:
-    """As few of the last training batches as have enough patients together; at least one. All, if
-    together they have fewer, as then the trained model is of those patients, too.
+    """As few of the last training batches as have enough patients together; at least one.
+
+    If all together have fewer patients, all are taken: the trained model is of those patients, too.
     """
 
     def __init__(self, site: Site):
@@ -45,7 +46,7 @@ class LastBatches:
         self.batches: deque[Batch] = deque()
 
     def add(self, batch: Batch) -> None:
-        """Add one, and drop those that are not needed any more."""
+        """Add a batch, and drop those that are not needed any more."""
         self.batches.append(batch)
         while len(self.batches) > 1:
             others = islice(self.batches, 1, None)
@@ -57,7 +58,7 @@ class LastBatches:
 def mean_gradients(
     batches: Collection[Batch], gradients_of: Callable[[Batch], Sequence[Tensor]]
 ) -> list[Tensor]:
-    """The mean over the images of all batches of what `gradients_of` a batch returns, a mean over
+    """The mean over the images of all batches of `gradients_of`, which gives a batch's mean over
     its images.
     """
     images = sum(len(batch.images) for batch in batches)

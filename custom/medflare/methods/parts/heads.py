@@ -9,7 +9,7 @@ from medflare.tasks.config import TaskConfig
 
 def meta_head(task: TaskConfig) -> tuple[FeatureNetwork, Tensor, bool]:
     """The task's network on the meta device, features of two images, (2, D, ...), and whether the
-    head gives the logits: nothing, as a resizing, comes after it.
+    head gives the logits, without for example a resizing after it.
     """
     network = meta_network(task).eval()
     with no_grad():

@@ -14,8 +14,8 @@ _statistics = attrgetter(*_MOVED)
 
 @contextmanager
 def still_statistics(*networks: nn.Module) -> Iterator[None]:
-    """Inside, no forward pass changes running statistics; each layer normalises as its mode says.
-    Networks may share layers.
+    """Within the context, no forward pass changes running statistics; each layer normalises as its
+    mode says. Networks may share layers.
     """
     before = {layer: _statistics(layer) for layer in _tracking(networks)}
     for layer, (_, mean, variance, batches) in before.items():
@@ -33,8 +33,8 @@ def still_statistics(*networks: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def batch_statistics(*networks: nn.Module) -> Iterator[None]:
-    """Inside, networks normalise by the batch as in training, and no forward pass changes running
-    statistics.
+    """Within the context, networks normalise by the batch as in training, and no forward pass
+    changes running statistics.
 
     No other layer changes its mode: dropout of a network in evaluation mode stays off.
     """

@@ -1,9 +1,9 @@
-"""Model selection: the round whose model is delivered, by the sites' validation metrics; the last
-round's model is a candidate too.
+"""Model selection: the round whose model is the final one, by the sites' validation metrics; the
+last round's model is a candidate too.
 
 A site selects its own models alone. For a model that all sites share, the median of the sites'
-metrics decides, so that a single wrong or malicious site cannot select the round. Of equal rounds
-the one with the better mean over the sites is delivered, then the later one.
+metrics decides, so that a single wrong or malicious site cannot select the round. If rounds are
+equal, the one with the better mean over the sites is selected, then the later one.
 """
 
 import math
@@ -33,11 +33,11 @@ Selection = Annotated[_Rule, BeforeValidator(_renamed)]
 
 
 class Best:
-    """The best state by a validation metric (higher is better), kept in an algorithm's memory; ties
-    go to the latest.
+    """The best state by a validation metric (higher is better), stored in an algorithm's memory;
+    ties go to the latest.
 
     Until a metric was defined, it is the latest state, so a federation without validation images
-    still delivers a model.
+    still has a final model.
 
     Args:
         name: tells several selections of an algorithm apart.
@@ -58,21 +58,21 @@ class Best:
 
     @property
     def round(self) -> int | None:
-        """The number of rounds trained, of the state."""
+        """The number of rounds that the state was trained for."""
         return self._meta.get("round")
 
     @property
     def value(self) -> float | None:
-        """Its metric."""
+        """The state's metric."""
         return self._meta.get("value")
 
     def chosen(
         self, selection: Selection, last: StateDict, rounds_trained: int | None = None
     ) -> tuple[StateDict, int | None]:
-        """The state that a site delivers, and its number of rounds trained: the best one, or `last`
+        """The state of the final model and its number of rounds trained: the best one, or `last`
         with its `rounds_trained`.
 
-        The last state is delivered by the selection "last", and before the first candidate.
+        The last state is final by the selection "last", and before the first candidate.
         """
         if selection == "last" or self.state is None:
             return last, rounds_trained
@@ -81,10 +81,10 @@ class Best:
     def propose(
         self, value: float | None, rounds_trained: int, state: StateDict, mean: float = 0.0
     ) -> None:
-        """Keeps a copy of a candidate if its metric is at least as good (None: undefined); an
+        """Stores a copy of a candidate if its metric is at least as good (None: undefined); an
         untrained model is no candidate.
 
-        Of equal metrics, the one with the better `mean` is kept.
+        If metrics are equal, the candidate with the better `mean` is stored.
 
         Args:
             rounds_trained: of the candidate. For a model that comes at the start of a round this is

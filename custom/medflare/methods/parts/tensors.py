@@ -9,8 +9,8 @@ from medflare.core.states import State, StateDict
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """A tensor of half precision as float32, since squares and sums leave its range; any other as
-    it is.
+    """A tensor of half precision as float32, since squares and sums leave its range; any other is
+    returned as it is.
     """
     if tensor.dtype in (torch.float16, torch.bfloat16):
         return tensor.float()
@@ -18,8 +18,8 @@ def widened(tensor: Tensor) -> Tensor:
 
 
 def refuse_shapes(**tensors: Tensor) -> None:
-    """Raises ValueError if two tensors differ in shape, which torch would broadcast; arguments by
-    the names in the message.
+    """Raises ValueError if two tensors, given by their names in the message, differ in shape, which
+    torch would broadcast.
     """
     if len({tensor.shape for tensor in tensors.values()}) > 1:
         shapes = [f"{name} of shape {tuple(tensor.shape)}" for name, tensor in tensors.items()]

@@ -52,9 +52,8 @@ def next_stage(
 
 
 def halvings(halve_every: int | str, round: int, epoch: int, epochs: int) -> int:
-    """How often the learning rate has been halved.
-
-    PRR, Sec. IV-A: "divided by 2 after every 25 epochs".
+    """How often the learning rate has been halved (PRR, Sec. IV-A: "divided by 2 after every 25
+    epochs").
 
     Args:
         halve_every: rounds between two halvings, 0 for none; "auto": every 25 local epochs.
@@ -76,9 +75,8 @@ def halvings(halve_every: int | str, round: int, epoch: int, epochs: int) -> int
 
 
 def better_model(personal: float | None, deputy: float | None) -> str:
-    """The model that a site deploys, "personal" or "global" (its deputy), by validation metrics.
-
-    PRR, Sec. IV-A. None is undefined.
+    """The model that a site deploys, "personal" or "global" (its deputy), by validation metrics,
+    None if undefined (PRR, Sec. IV-A).
     """
     if personal is not None and deputy is not None and deputy > personal:
         return "global"
@@ -100,9 +98,8 @@ def distillation_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def conjoint_mask(counts: Tensor, beta: float) -> Tensor:
-    """G_cj = min(1, (N_j / N_c)^beta), how much class j competes with true class c.
-
-    PRR, Sec. III-D.1.
+    """G_cj = min(1, (N_j / N_c)^beta), how much class j competes with true class c (PRR, Sec.
+    III-D.1).
 
     Args:
         counts: (C,) training samples, or pixels, of each class over all sites.
@@ -118,9 +115,8 @@ def conjoint_mask(counts: Tensor, beta: float) -> Tensor:
 
 
 def prototype_gamma(local: Tensor, global_: Tensor, tau: float) -> Tensor:
-    """gamma_c = (1 + tau) / (cos(f_c, f_bar_c) + tau), the weight of class c at a site.
-
-    PRR, Eq. 11-12.
+    """gamma_c = (1 + tau) / (cos(f_c, f_bar_c) + tau), the weight of class c at a site (PRR, Eq.
+    11-12).
 
     Args:
         local: (C, D) prototypes of the site; a zero row stands for a class without a prototype.
@@ -177,9 +173,8 @@ def cpa_loss(
 
 
 class PrototypeMean:
-    """Running mean of the embeddings of each class, f_c of Eq. 10.
-
-    For segmentation, masked average pooling over all pixels.
+    """Running mean of the embeddings of each class, f_c of Eq. 10; for segmentation, masked average
+    pooling over all pixels.
     """
 
     def __init__(self, classes: int, width: int, device: torch.device | str = "cpu"):
@@ -236,9 +231,8 @@ def global_prototypes(
 
 
 def most_representative(counts: Mapping[str, Tensor]) -> str:
-    """The site whose class distribution is closest to that of all sites, by total variation.
-
-    PRR, Sec. IV-E. Ties go to the first name.
+    """The site whose class distribution is closest to that of all sites, by total variation (PRR,
+    Sec. IV-E); ties go to the first name.
 
     Args:
         counts: site -> (G, C) counts of G groups of C classes.

@@ -182,7 +182,9 @@ def _axis_order(dimensions: int, classifier: bool) -> tuple[tuple[int, ...], int
 
 
 def _low_band(bins: int, r: float, window: Window) -> Tensor:
-    """(2, bins): 1 where bin k of an axis, in FFT order, is a low frequency, else 0; and for -k."""
+    """(2, bins): 1 where bin k of an axis, in FFT order, is a low frequency, else 0; the second row
+    is for -k.
+    """
     half_width = int(bins * r)
     frequency = (torch.arange(bins) + bins // 2) % bins - bins // 2
     inside = frequency.abs() <= half_width
@@ -202,9 +204,10 @@ def _self_conjugate(bins: int) -> list[int]:
 def _replace_by_change(
     spectra: Sequence[Tensor], row_window: Tensor, column_window: Tensor, reading: Reading
 ) -> None:
-    """Replaces the spectra of all sites, (R, C) each, by what aggregation adds to them.
+    """Replaces the spectra of all sites, (R, C) each, by what aggregation adds to them, with
+    windows as by `_low_band`.
 
-    Windows as by `_low_band`. Neighbouring rows that are all low, or all high, go together.
+    Neighbouring rows that are all low, or all high, are computed together.
     """
     low, counts = torch.unique_consecutive(row_window.any(dim=0), return_counts=True)
     start = 0
@@ -256,7 +259,7 @@ def aggregated_spectrum(real: Tensor, imaginary: Tensor, reading: Reading) -> Te
 
 
 def _blocks(matrix: Tensor) -> Iterator[slice]:
-    """Rows that are transformed at a time."""
+    """Blocks of rows that are transformed at a time."""
     step = max(1, _BLOCK // matrix.shape[1])
     for start in range(0, len(matrix), step):
         yield slice(start, start + step)
@@ -346,9 +349,8 @@ def treatments_by_shape(states: States) -> dict[str, Treatment]:
 
 
 def without_rule(network: nn.Module) -> str | None:
-    """The first layer that has weights and no rule in Fourier aggregation; None if there is none.
-
-    For example "features.0 (Embedding)".
+    """The first layer that has weights and no rule in Fourier aggregation, for example "features.0
+    (Embedding)"; None if there is none.
     """
     for name, layer in network.named_modules():
         if isinstance(layer, (*_WEIGHTED, nn.LayerNorm)):
@@ -366,9 +368,8 @@ def aggregate_models(
     fourier: bool = True,
     components: Components = "both",
 ) -> dict[str, StateDict]:
-    """The aggregated model S_k of each site (PRR, Alg. 1 line 7).
-
-    Fourier aggregation by layer, the plain mean for every other entry.
+    """The aggregated model S_k of each site (PRR, Alg. 1 line 7): Fourier aggregation by layer, the
+    plain mean for every other entry.
 
     Args:
         states: site -> state, without the entries that stay local.

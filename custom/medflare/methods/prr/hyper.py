@@ -68,14 +68,14 @@ class PRRSiteHyper(SiteHyper):
 
     @property
     def supervision(self) -> str:
-        """See `transfer.Supervision`."""
+        """The loss of a round, see `transfer.Supervision`."""
         if self.cpa == "off":
             return self.plain_loss
         return self.cpa
 
     @property
     def refines(self) -> bool:
-        """Whether prototypes travel."""
+        """Whether the loss uses prototypes, which then travel."""
         return self.cpa in ("both", "local")
 
 

@@ -113,9 +113,8 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
         return self.memory.family(MODEL)
 
     def steps(self) -> list[Step]:
-        """Training, then validation of the last models.
-
-        Then the exchange that makes the outside sites' model, if they need one.
+        """Training, then validation of the last models and, if outside sites need one, the exchange
+        that makes their model.
         """
         steps = super().steps()
         if not self.context.outside:
@@ -128,9 +127,8 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
 
     @property
     def class_totals(self) -> Tensor:
-        """(G, C) training images or pixels of each class over the enrolled inside sites.
-
-        Limited as `ServerContext.counted_fraction` says.
+        """(G, C) training images or pixels of each class over the enrolled inside sites, limited by
+        `ServerContext.counted_fraction`.
         """
         context = self.context
         totals = torch.zeros(groups_and_classes(context.task), dtype=torch.float64)
@@ -151,7 +149,7 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
 
     @handles(PRRSite.train)
     def aggregate_deputies(self, step: Step, replies: Replies) -> None:
-        """Every site's next model and the next prototypes."""
+        """Make every site's next model and the next prototypes."""
         if step.round == 0:
             self._warn_of_absent_classes(self.class_totals)
         deputies = site_models(replies, DEPUTY)
@@ -190,21 +188,20 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
 
     @handles(PRRSite.share_normalisation)
     def complete_mean(self, step: Step, replies: Replies) -> None:
-        """Outside sites get the mean deputy with the mean normalisation."""
+        """Complete the outside sites' model: the mean deputy with the mean normalisation."""
         parts = {site: reply[NORMALISATION] for site, reply in replies.items()}
         self.outside = {**self.mean, **plain_mean(parts)}
         self.memory.meta["complete"] = True
 
     @handles(PRRSite.share_personal)
     def take_personal(self, step: Step, replies: Replies) -> None:
-        """Outside sites get the personal model of the most representative site."""
+        """Take the personal model of the most representative site for the outside sites."""
         self.outside = replies[self._most_representative(replies)][PERSONAL]
         self.memory.meta["complete"] = True
 
     def _most_representative(self, replies: Replies) -> str:
-        """The site whose classes are most like those of all.
-
-        Without counts by class the largest one.
+        """The site whose classes are most like those of all; the largest one without counts by
+        class.
         """
         counts = self.context.site_counts
         totals = {

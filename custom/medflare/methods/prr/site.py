@@ -1,6 +1,5 @@
-"""PRR's site algorithm: trains a deputy and a personal model together.
-
-Only the deputy, without batch normalisation, leaves the site.
+"""PRR's site algorithm: trains a deputy and a personal model together; only the deputy, without
+batch normalisation, leaves the site.
 """
 
 from typing import Any
@@ -48,7 +47,7 @@ PRRPlan = Plan[PRRSiteHyper, PRRServerHyper]
 
 
 def local_part(plan: PRRPlan) -> LocalPart:
-    """Batch normalisation stays at the site."""
+    """The batch normalisation, which stays at the site."""
     return LocalPart.of_batch_norm(plan.network())
 
 
@@ -141,9 +140,8 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: PRRSiteHyper, server_hyper: Any) -> None:
-        """Raises ConfigError for a layer without a rule in Fourier aggregation.
-
-        And for class totals that patches do not give.
+        """Also raises ConfigError for a layer without a rule in Fourier aggregation, and for class
+        totals that patches do not give.
         """
         super().check(task, hyper, server_hyper)
         if server_hyper.pfa:
@@ -161,7 +159,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
             )
 
     def validate_request(self, incoming: Message) -> str | None:
-        """Refuses class totals of other classes than the task's."""
+        """Why class totals are not of the task's classes, or None."""
         totals = incoming.get(CLASS_TOTALS)
         expected = [len(group) for group in class_names(self.site.task)]
         if totals is None or [len(group) for group in totals] == expected:
@@ -175,9 +173,8 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         meta=(*MEASURED, STAGES, GAMMA, GAMMA_CURVES, TRAINED.as_optional()),
     )
     def train(self, round: int, incoming: Message) -> Message:
-        """A round of `Transfer`.
-
-        The reply holds the deputy without normalisation, and the prototypes if the loss uses them.
+        """A round of `Transfer`; the reply holds the deputy without normalisation, and the
+        prototypes if the loss uses them.
         """
         personal, deputy = self._models(incoming)
         validation = self._measure(round, personal, deputy)
@@ -207,7 +204,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
                 reply[PROTOTYPES] = without_rows(result.prototypes, result.few)
             self._add_gammas(reply, result)
         if self.hyper.retrogress:
-            reply[TRAINED] = self._validation(personal, deputy)
+            reply[TRAINED] = self._metrics_of_both(personal, deputy)
         return reply
 
     def _supervision(self, round: int, incoming: Message) -> Supervision:
@@ -219,7 +216,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         return Supervision(self.site, self.hyper, totals, prototypes)
 
     def _add_gammas(self, reply: Message, result: TransferResult) -> None:
-        """The curves of γ by class, if there are any."""
+        """Add the curves of γ by class to a reply, if there are any."""
         if not result.gammas:
             return
         names = [name for group in class_names(self.site.task) for name in group]
@@ -236,30 +233,29 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
 
     @phase(request=REQUEST, request_meta=(CLASS_TOTALS,), reply=(NORMALISATION,), meta=MEASURED)
     def share_normalisation(self, round: int, incoming: Message) -> Message:
-        """The deputy's normalisation, once, after the last round, if there are outside sites."""
+        """Sends the deputy's normalisation, once, after the last round, if there are outside
+        sites.
+        """
         return self.reply({NORMALISATION: self.part.local(self._deputy_state(incoming))})
 
     @phase(request=REQUEST, request_meta=(CLASS_TOTALS,), reply=(PERSONAL,), meta=MEASURED)
     def share_personal(self, round: int, incoming: Message) -> Message:
-        """The personal model as a candidate for outside sites (`outside_model`).
-
-        Once, after the last round.
+        """Sends the personal model, once, after the last round, as a candidate for outside sites
+        (`outside_model`).
         """
-        return self.reply({PERSONAL: self._delivered(incoming)["personal"][MODEL]})
+        return self.reply({PERSONAL: self._final_models(incoming)["personal"][MODEL]})
 
     def _deputy_state(self, incoming: Message) -> StateDict:
-        """S_k with the site's own batch normalisation.
-
-        Before the first training with that of the common initial model.
+        """S_k with the site's own batch normalisation, before the first training with that of the
+        common initial model.
         """
         if self.normalisation is None:
             self.normalisation = self.part.local(copied_state(self.site.network()))
         return {**self.normalisation, **incoming[DEPUTY]}
 
     def _models(self, incoming: Message) -> tuple[FeatureNetwork, FeatureNetwork]:
-        """(P_k, D_k); P_k starts as the first model that the site receives.
-
-        With DET off both are the deputy.
+        """(P_k, D_k); P_k starts as the first model that the site receives; with DET off both are
+        the deputy.
         """
         state = self._deputy_state(incoming)
         deputy = self.network("model", state)
@@ -267,7 +263,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
             return deputy, deputy
         return self.network("personal", self.personal or state), deputy
 
-    def _validation(self, personal: nn.Module, deputy: nn.Module) -> dict[str, float | None]:
+    def _metrics_of_both(self, personal: nn.Module, deputy: nn.Module) -> dict[str, float | None]:
         value = self.validation(deputy)
         if personal is deputy:
             return {"global": value, "personal": value}
@@ -276,16 +272,15 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
     def _measure(
         self, round: int, personal: nn.Module, deputy: nn.Module
     ) -> dict[str, float | None]:
-        """Validation metrics of both models at the start of the round.
-
-        The site keeps the best state of each.
+        """Validation metrics of both models at the start of the round, in which each model is a
+        candidate.
         """
-        values = self._validation(personal, deputy)
+        values = self._metrics_of_both(personal, deputy)
         self.best["global"].propose(values["global"], round, deputy.state_dict())
         self.best["personal"].propose(values["personal"], round, personal.state_dict())
         return values
 
-    def _delivered(self, incoming: Message) -> FinalModels:
+    def _final_models(self, incoming: Message) -> FinalModels:
         """The site's final deputy and personal model, of their best rounds or of the last one."""
         deputy = self._deputy_state(incoming)
         last = {"global": deputy, "personal": deputy}
@@ -297,14 +292,13 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
 
     @phase(request=(DEPUTY, MODEL))  # an outside site's model is whole
     def finalize(self, incoming: Message) -> FinalModels:
-        """An inside site deploys its deputy or its personal model, an outside site what it gets.
-
-        Inside, the better one by validation (Sec. IV-A).
+        """The final models: an inside site deploys its deputy or its personal model, the better one
+        by validation (Sec. IV-A), an outside site what it gets.
         """
         if self.personal is None:
             whole = plain_message(self._deputy_state(incoming))
             return {"global": whole, "deployed": whole}
-        models = self._delivered(incoming)
+        models = self._final_models(incoming)
         if not self.hyper.det:
             return {**models, "deployed": models["personal"]}
         metrics = {

@@ -41,9 +41,8 @@ from medflare.training.epochs import MeanLoss, train_together
 
 
 class SitePrototypes:
-    """Local prototypes f^(k) of every class (PRR, Eq. 10).
-
-    Collected batch by batch from the personal model's embeddings.
+    """Local prototypes f^(k) of every class (PRR, Eq. 10), collected batch by batch from the
+    personal model's embeddings.
 
     Args:
         patients: of every training image, to count those who show a class; None: not counted.
@@ -123,9 +122,8 @@ class Supervision:
         return value + self._dice(logits, targets)
 
     def _classification(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The CPA loss over the classes that the site annotated, mean over the groups.
-
-        Cross entropy without counts and gamma.
+        """The CPA loss over the classes that the site annotated, mean over the groups; the cross
+        entropy without counts and gamma.
         """
         annotation = self.site.annotation
         gammas = [None] * len(self.counts)
@@ -142,7 +140,9 @@ class Supervision:
         return torch.stack(losses).mean()
 
     def _annotated(self, numbers: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The numbers (C,) of every group, of the groups and classes that the site annotated."""
+        """The numbers (C,) of every group that the site annotated, of the classes that it
+        annotated.
+        """
         annotation = self.site.annotation
         if annotation.complete:
             return list(numbers)
@@ -153,9 +153,8 @@ class Supervision:
 
 
 def _inverse_frequencies(site: Site) -> Tensor:
-    """FedeAMC as PRR describes it (Sec. V-A): class weights inverse to the site's own counts.
-
-    Their mean over its samples is 1.
+    """FedeAMC as PRR describes it (Sec. V-A): class weights inverse to the site's own counts, with
+    mean 1 over its samples.
     """
     counts = totals_of_site(site)
     present = counts > 0
@@ -218,7 +217,7 @@ class Transfer:
         return self.personal is self.deputy
 
     def run(self, round: int) -> TransferResult:
-        """The round's local epochs."""
+        """Train for the round's local epochs."""
         result = TransferResult(self.prototypes, self.few)
         models = [self.personal]
         if not self._single:

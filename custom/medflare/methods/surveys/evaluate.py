@@ -1,6 +1,5 @@
-"""A method that trains nothing: every site tests a final model on its own images.
-
-The server sends it; it can be of any kind.
+"""A method that trains nothing: every site tests a final model of any kind, which the server sends,
+on its own images.
 """
 
 import logging
@@ -45,7 +44,7 @@ class EvaluateSite(SiteAlgorithm[SiteHyper]):
     uses_training = False
 
     def finalize(self, incoming: Message) -> FinalModels:
-        """The model.
+        """The server's model, checked.
 
         Raises:
             ConfigError: a kind of model that no method of medflare builds; no other package is
@@ -89,7 +88,7 @@ class EvaluateServer(ServerAlgorithm):
         return []
 
     def configure_final(self, site: str) -> Message:
-        """The model; its tensors are shared by all sites' messages."""
+        """The model, whose tensors are shared by all sites' messages."""
         message = self._model.message
         meta = dict(message.meta)
         if TRAINED_ON in self._model.card:

@@ -28,9 +28,8 @@ FILE = "fingerprints.json"
 
 
 def _check_fingerprint(value: JsonDict) -> JsonDict:
-    """Raise ValueError for a value that is no fingerprint.
-
-    An empty one, of a site with too few patients, is valid.
+    """Raise ValueError for a value that is no fingerprint; an empty one, of a site with too few
+    patients, is valid.
     """
     try:
         if value:
@@ -56,9 +55,8 @@ class FingerprintSite(SiteAlgorithm[SiteHyper]):
 
     @phase(meta=(FINGERPRINT,))
     def describe(self, round: int, incoming: Message) -> Message:
-        """The fingerprint of the training images.
-
-        It is empty if they are of fewer than `minimum_patients` patients.
+        """Sends the fingerprint of the training images, empty if they are of fewer than
+        `minimum_patients` patients.
 
         Raises:
             DataError: an image cannot be used, or the site has its images in memory only.

@@ -6,8 +6,8 @@ head on them, with equally many of each class. FedPFT (Beitollahi et al., 2024) 
 pretrained features and mixtures: use task.network.weights and few rounds.
 
 Features that are never negative are not Gaussian; the paper's power transform would need another
-head and is left out. The calibrated model is validated like those of the rounds and delivered if
-none is better; with selection "last" always. A site that is absent then, or late, adds no
+head and is left out. The calibrated model is validated like those of the rounds and is the final
+one if none is better; with selection "last" always. A site that is absent then, or late, adds no
 statistics.
 """
 
@@ -157,7 +157,7 @@ class FedGaussianServer(FedAvgServer[FedGaussianServerHyper]):
 
     @handles(FedGaussianSite.class_statistics)
     def calibrate(self, step: Step, replies: Replies) -> None:
-        """The selected model with its new head is the last candidate."""
+        """Give the selected model its new head; it is the last candidate."""
         statistics = usable(self.context, step, replies, GAUSSIANS[0])
         if not statistics:
             return

@@ -78,7 +78,7 @@ class FedProtoHyper(FedAvgSiteHyper):
 
 
 def prototype_distance(features: Tensor, labels: Tensor, prototypes: Tensor) -> Tensor:
-    """sum_c ||C^(c) - C̄^(c)||² over the classes of a batch with a global prototype (Eq. 8).
+    """sum_c ||C^(c) - C̄^(c)||² (Eq. 8) over the classes of a batch that have a global prototype.
 
     Args:
         features: (N, D, ...).
@@ -108,7 +108,7 @@ def prototype_head(prototypes: Tensor, task: TaskConfig) -> tuple[Tensor, Tensor
 
 
 class FedProtoSite(LinearHeadSite, PersonalSite[FedProtoHyper]):
-    """Trains its model towards the global prototypes; the site uses that of the best round."""
+    """Trains its model towards the global prototypes; the site uses the model of the best round."""
 
     personal = PersistentState("personal")  # None before the first training
 

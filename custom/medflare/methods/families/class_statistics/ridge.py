@@ -102,7 +102,7 @@ class RidgeSite(LinearHeadSite, FedAvgSite):
 
     @phase(request=(MODEL,), reply=(STATISTICS,), meta=MEASURED)
     def train(self, round: int, incoming: Message) -> Message:
-        """Validates the incoming model; the sums over its features."""
+        """Validates the incoming model and sends the sums over its features."""
         reply = self.validate(round, incoming)
         task = self.site.task
         sums = zero_sums(task)
@@ -126,7 +126,9 @@ class RidgeServer(FedAvgServer[RidgeServerHyper]):
     freezes = False
 
     def aggregate_models(self, step: Step, replies: Replies) -> None:
-        """The head of the statistics so far; without any, or if A is singular, it stays."""
+        """Solve for the head from the statistics so far; the head stays if there are none or A is
+        singular.
+        """
         self.select_model(step, replies)
         for site, sums in usable(self.context, step, replies, STATISTICS).items():
             self.memory[SUMS_OF_SITES.member(site)] = sums

@@ -45,7 +45,7 @@ def _multilabel(plan: Plan) -> bool:
 def specs_by_class(
     name: str, purpose: str, template: Callable[[Plan], StateDict]
 ) -> tuple[TensorSpec, TensorSpec]:
-    """The declaration of means (and more) by class, tensors (K, ...).
+    """The declaration of means (and more) by class, as tensors (K, ...).
 
     In a multilabel task the means of a label and of its negatives are together those of all images,
     which every other label shows too: there a small class suppresses all rows ("counts").
@@ -59,7 +59,7 @@ def specs_by_class(
 
 
 class LinearHeadSite(SiteAlgorithm):
-    """Of site algorithms whose server solves for a linear head; mixed in before another base."""
+    """A base, before another one, of site algorithms whose server solves for a linear head."""
 
     dp_unsupported_reason = "statistics of features leave the site without noise"
     uses_features: ClassVar[bool] = True
@@ -110,7 +110,7 @@ def feature_rows(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Features (M, D), float64, and classes (G, M) of the training images or pixels, by batch.
 
-    None at a site that annotated only some structures: its background is not everyone's.
+    A site that annotated only some structures yields none: its background is not everyone's.
 
     Args:
         shown: to count the patients of every class.
@@ -130,8 +130,9 @@ def feature_rows(
 def class_moments(site: Site, network: FeatureNetwork) -> tuple[Tensor, Tensor]:
     """Means (K, D) and covariances (K, D, D; 0 for one sample) of the features, float32.
 
-    Rows of classes without samples are 0, and those of classes that fewer than the site's
-    `minimum_patients` patients show; then all rows of a multilabel task, see `specs_by_class`.
+    Rows are 0 for classes without samples and for those that fewer than the site's
+    `minimum_patients` patients show; in a multilabel task the latter set all rows to 0, see
+    `specs_by_class`.
     """
     groups, classes = groups_and_classes(site.task)
     width = feature_width(site.task)
@@ -175,9 +176,11 @@ def usable(context: ServerContext, step: Step, replies: Replies, entry: TensorSp
 
 
 def class_samples(context: ServerContext, statistics: States) -> Tensor:
-    """(sites, K) float64 training images, or pixels, of the classes, of site -> statistics.
+    """(sites, K) float64 numbers of training images, or pixels, of the classes, from site ->
+    statistics.
 
-    0 for a class without a mean. A site that suppresses its counts has equally many of each class.
+    They are 0 for a class without a mean. A site that suppresses its counts has equally many of
+    each class.
     """
     task = context.task
     pixels = math.prod(task.size) if task.kind == "segmentation" else 1

@@ -1,4 +1,4 @@
-"""What the methods of this package share: a survey of the training images, and a bank of its
+"""What the methods of this package share: a survey of the training images, and the bank of its
 replies.
 
 The survey is one step before the first round. A site that joins later gets the bank with its first
@@ -47,7 +47,7 @@ _NUMBERS = "numbers"  # of the change, in a final model
 
 @strict_dataclass
 class BankHyper(FedAvgSiteHyper):
-    """What the server knows of a site algorithm.
+    """What the server reads of a site algorithm's hyper-parameters.
 
     Attributes:
         kind: of the final models, see `Prepared`.
@@ -73,7 +73,7 @@ BANK = TensorSpec("bank", of=_members)
 
 
 def mean_entry(bank: Mapping[str, StateDict]) -> StateDict:
-    """The mean of a bank's entries, which count alike; empty without any."""
+    """The mean of a bank's entries, all at equal weights; empty without any."""
     return plain_mean(bank) if bank else {}
 
 
@@ -119,10 +119,8 @@ class BankSite(FedAvgSite[B]):
     def group_means(self, count: int, describe: Callable[[Tensor], Tensor]) -> Tensor:
         """`count` means, (count, ...) on the CPU, of what `describe` makes of images (n, C, ...).
 
-        Each is of one random image or, with `minimum_patients`, of a group of as many patients.
-        No two groups share a patient, and no setting of a job changes who is in which: from
-        overlapping groups each patient's own values could be solved. Fewer groups than `count` are
-        repeated.
+        Each mean is of one random image or, with `minimum_patients`, of a group of as many
+        patients.
 
         Args:
             describe: images (n, C, ...) -> values (n, ...).
@@ -265,7 +263,7 @@ class PreparedSite(BankSite[B]):
     change: ClassVar[Callable[..., Tensor]]
 
     def numbers(self) -> StateDict:
-        """Those of the change at this site, on the CPU; empty for no change."""
+        """The tensors of the change at this site, on the CPU; empty for no change."""
         return mean_entry(self.bank)
 
     def prepared(self, network: nn.Module) -> nn.Module:

@@ -47,7 +47,7 @@ def amplitudes(images: Tensor, window: float) -> Tensor:
 def with_amplitude(images: Tensor, amplitude: Tensor, share: Tensor) -> Tensor:
     """F^-1 of (1 - λ) A + λ A' in the low band and A elsewhere, with the phase of the images.
 
-    As in the authors' code of ELCFS; its λ is a multiple of 0.1. HarmoFL has λ = 1.
+    It follows the authors' code of ELCFS, whose λ is a multiple of 0.1. HarmoFL has λ = 1.
 
     Args:
         images: (N, C, ...).
@@ -65,7 +65,7 @@ def with_amplitude(images: Tensor, amplitude: Tensor, share: Tensor) -> Tensor:
 
 
 def _spectrum(plan: Plan, *axes: int) -> StateDict:
-    """The shape of amplitudes with further axes in front."""
+    """The shape of amplitudes behind further axes."""
     size = plan.task.size
     shape = low_band(size, half_widths(size, plan.site_hyper.window))[0].shape
     return {"amplitude": torch.empty(*axes, plan.task.image_channels, *shape, device="meta")}

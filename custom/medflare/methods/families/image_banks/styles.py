@@ -53,7 +53,7 @@ def _statistics_of_site(site: BankSite) -> tuple[Tensor, Tensor]:
 
 
 def _statistics(plan: Plan, *axes: int) -> StateDict:
-    """The shape of statistics with further axes in front."""
+    """The shape of statistics behind further axes."""
     empty = torch.empty(*axes, plan.task.image_channels, device="meta")
     return {"mean": empty, "deviation": empty}
 
@@ -91,7 +91,7 @@ class FedRDNSite(PreparedSite[FedRDNHyper]):
         return self.statistics
 
     def numbers(self) -> StateDict:
-        """Inside the site's statistics, outside the mean of the bank."""
+        """The site's statistics inside, the mean of the bank outside."""
         return self.described() if self.inside else super().numbers()
 
     def batch_loss(

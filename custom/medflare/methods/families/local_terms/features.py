@@ -1,4 +1,4 @@
-"""The head learns from other features than the body's: RSC and FedSR."""
+"""RSC and FedSR: the head learns from other features than the body's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -57,9 +57,8 @@ def logits_from(
 
 
 def class_indices(site: Site, targets: Tensor, features: Tensor) -> Tensor:
-    """Class indices (G, N, P), see `class_groups`, at the P positions of features (N, D, ...).
-
-    Label maps are resized (nearest).
+    """Class indices (G, N, P), see `class_groups`, at the P positions of features (N, D, ...);
+    label maps are resized (nearest).
     """
     task = site.annotation.reduced
     targets = site.annotation.targets(targets)
@@ -95,7 +94,7 @@ def largest(values: Tensor, share: float) -> Tensor:
 
 
 def _of_truth(scores: Tensor, labels: Tensor) -> Tensor:
-    """(N,) the true class's score, mean over positions; of scores (G, N, C, P)."""
+    """(N,) scores of the true class, mean over positions, from scores (G, N, C, P)."""
     return scores.gather(2, labels.unsqueeze(2)).mean(dim=(0, 2, 3))
 
 

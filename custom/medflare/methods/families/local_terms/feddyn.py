@@ -68,7 +68,7 @@ class FedDynSite(CountedSite[FedDynHyper]):
         return hyper.alpha
 
     def round_hook(self, model: FeatureNetwork, round: int) -> Hook:
-        """Adds the regularizer's gradient; the loss that is reported is the task's.
+        """The hook that adds the regularizer's gradient; the loss that is reported is the task's.
 
         -h_k + α (w - w_g) is α (w - anchor) with the anchor w_g + h_k/α = w_g - c_k.
         """

@@ -1,6 +1,5 @@
-"""FedProx (Li et al., MLSys 2020): a proximal term in local training.
-
-The paper is "Federated Optimization in Heterogeneous Networks".
+"""FedProx (Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020): a proximal
+term in local training.
 
     min_w h_k(w; w_g) = F_k(w) + μ/2 ||w - w_g||²        (Eq. 2)
 
@@ -39,5 +38,7 @@ class FedProxSite(FedAvgSite[FedProxHyper]):
         return hyper.mu
 
     def round_hook(self, model: FeatureNetwork, round: int) -> Hook:
-        """Adds μ (w - w_g) to the gradients; the loss that is reported is the task's."""
+        """The hook that adds μ (w - w_g) to the gradients; the loss that is reported is the
+        task's.
+        """
         return proximal_term(model, model.state_dict(), self.hyper.mu)

@@ -58,7 +58,7 @@ def mix_styles(features: Tensor, order: Tensor, share: Tensor) -> Tensor:
 def early_blocks(module: nn.Module) -> list[nn.Module]:
     """The first third, rounded up, of a network's top-level blocks with convolutions.
 
-    Of a module around one such block, or of a list, those of the first block.
+    If the first block is a list, or the only one, its own blocks are taken.
     """
     blocks = []
     for block in module.children():

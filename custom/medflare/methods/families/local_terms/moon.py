@@ -61,18 +61,16 @@ class MoonHyper(PrivacyHyper, FedAvgSiteHyper):
 
 
 class MoonSite(PersonalSite[MoonHyper]):
-    """Adds the contrastive loss from the second round on.
-
-    The site uses its local model of the best round.
+    """Adds the contrastive loss from the second round on; the site uses its local model of the best
+    round.
     """
 
     uses_features = True
     previous = PersistentState("previous")
 
     def train(self, round: int, incoming: Message) -> Message:
-        """FedAvg's training; the trained model is validated.
-
-        It is the previous model of the next round.
+        """FedAvg's training; the trained model is validated, and is the previous model of the next
+        round.
         """
         reply = super().train(round, incoming)
         self.previous = reply[MODEL]

@@ -66,7 +66,7 @@ COUNTED = MetaSpec[int | None](
 
 @strict_dataclass
 class ScaffoldServerHyper(FedAvgServerHyper):
-    """The weights hold for control variates as for models."""
+    """The aggregation weights, which hold for control variates as for models."""
 
     weighting: Literal["samples", "uniform"] = param(
         "uniform", "aggregation weights: n_k/n or 1/K", symbol="p_k", source="Alg. 1, lines 16-17"
@@ -81,9 +81,10 @@ def corrected_gradients(
 
 
 class Correction:
-    """A gradient hook for `train_epochs`: corrects the gradients by c_k and c.
+    """A gradient hook for `train_epochs` that corrects the gradients by c_k and c, and averages the
+    uncorrected ones.
 
-    It averages them as they were before. All are on the network's device.
+    All tensors are on the network's device.
     """
 
     def __init__(self, network: nn.Module, of_site: StateDict, shared: StateDict):
@@ -109,7 +110,8 @@ class Correction:
 
 
 class CountedSite(FedAvgSite[F]):
-    """Has a control variate whose updates count once the server has used them.
+    """FedAvg's site algorithm with a control variate whose updates count once the server has used
+    them.
 
     Attributes:
         control: c_k, as far as the server has counted its updates; None for zeros.
@@ -144,9 +146,8 @@ class ScaffoldSite(CountedSite[FedAvgSiteHyper]):
 
     @phase(request=(MODEL, CONTROL), request_meta=(COUNTED,), reply=(MODEL, UPDATE), meta=MEASURED)
     def train(self, round: int, incoming: Message) -> Message:
-        """Training along corrected gradients (Alg. 1, lines 9-13).
-
-        The reply holds the model and c_k⁺ - c_k.
+        """Trains along corrected gradients (Alg. 1, lines 9-13) and sends the model and c_k⁺ -
+        c_k.
         """
         control = self.current_control(incoming)
         model = self.network("model", incoming[MODEL])
@@ -180,7 +181,7 @@ class CountedServer(FedAvgServer[ScaffoldServerHyper]):
     def weights(self) -> dict[str, float]:
         """Site -> n_k of every inside site, absent ones included.
 
-        By samples, of those that have enrolled. Samples count as far as the lead permits
+        Weights by samples are of the sites that have enrolled, as far as the lead permits
         (`ServerContext.counted_fraction`). A late site can change this for the others; what is
         already in c keeps its weight, so that c remains the mean of the c_k.
         """
@@ -227,7 +228,7 @@ class ScaffoldServer(CountedServer):
     site_algorithm = ScaffoldSite
 
     def request_of_training(self, step: Step, site: str) -> Message:
-        """Also c."""
+        """The message of `CountedServer`, and c."""
         message = super().request_of_training(step, site)
         message[CONTROL] = self.control
         return message

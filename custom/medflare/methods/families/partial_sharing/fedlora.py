@@ -65,7 +65,7 @@ class FedLoRAHyper(FedAvgSiteHyper):
 
 @strict_dataclass
 class FedLoRAServerHyper(FedAvgServerHyper):
-    """FedAvg's, for a model of adapters."""
+    """FedAvg's hyper-parameters, for a model of adapters."""
 
 
 def low_rank_update(a: Tensor, b: Tensor, alpha: float) -> Tensor:
@@ -134,7 +134,9 @@ class FedLoRASite(PartialSite[FedLoRAHyper]):
 
     @classmethod
     def parts(cls, plan: Plan[FedLoRAHyper, Any]) -> tuple[StateDict, StateDict]:
-        """B with share "a", else nothing, and all other trained weights."""
+        """What stays, B with share "a" or nothing, and what is shared, all other trained
+        weights.
+        """
         state = _adapters(plan)
         stays = plan.site_hyper.share == "a"
         factors = frozenset(name for name in state if stays and name.endswith(".weight.0.B"))
@@ -166,9 +168,8 @@ class FedLoRASite(PartialSite[FedLoRAHyper]):
 
     @phase(request=(ADAPTERS,), request_meta=(SELECTED_ROUND.as_optional(),))
     def finalize(self, incoming: Message) -> FinalModels:
-        """The selected global model in all roles; with share "a" the site's model inside.
-
-        Outside sites then have no personal model.
+        """The selected global model in all roles; with share "a" inside sites have their own model,
+        outside sites no personal one.
         """
         models = FedAvgSite.finalize(self, incoming)
         if self.hyper.share == "a":

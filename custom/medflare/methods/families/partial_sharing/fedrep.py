@@ -51,7 +51,9 @@ class FedRepSite(PartialSite[FedRepHyper]):
     uses_features = True
 
     def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
-        """Returns the loss of the body's epochs; if it has none, of the head's."""
+        """Trains the head, then the body; returns the loss of the body's epochs or, without any, of
+        the head's.
+        """
 
         def loss(_part: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
             return self.site.loss(model(images), targets)

@@ -116,7 +116,7 @@ class AnchoredServer(PersonalizedServer[G]):
 
     @abstractmethod
     def anchors(self, states: States) -> Anchors:
-        """Site -> u_k, from the models w_k by site; and the strength of the proximal term."""
+        """Site -> u_k, from site -> w_k, and the strength of the proximal term."""
 
     def request(self, step: Step, site: str) -> Message:
         """The site's model; for training also its anchor, if it has one."""
@@ -186,13 +186,15 @@ def attraction(squared: Tensor, hyper: FedAMPServerHyper) -> tuple[Tensor, float
 
 
 class FedAMPSite(AnchoredSite):
-    """The local problem of FedAMP, a proximal step from u_k: training starts there."""
+    """Takes a proximal step from u_k, FedAMP's local problem: training starts there."""
 
     starts_at_anchor = True
 
 
 class FedAMPServer(AnchoredServer[FedAMPServerHyper]):
-    """Raises ConfigError if ξ_kk could be negative."""
+    """Computes u_k from the attraction of similar models; raises ConfigError if ξ_kk could be
+    negative.
+    """
 
     site_algorithm = FedAMPSite
 
@@ -245,7 +247,7 @@ def related(states: States, lam: float) -> Anchors:
 
 
 class FedMTLServer(AnchoredServer[FedMTLServerHyper]):
-    """The anchors of the relationship."""
+    """Computes u_k from the sites' relationship Ω."""
 
     def anchors(self, states: States) -> Anchors:
         return related(states, self.hyper.lam)

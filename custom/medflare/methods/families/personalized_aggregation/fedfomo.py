@@ -58,7 +58,9 @@ class FedFomoSite(PersonalizedSite[FedAvgSiteHyper]):
     combined = PersistentState("combined")  # θ_k
 
     def start(self, incoming: Message) -> StateDict:
-        """θ_k, moved towards the better ones of the incoming models (in the end there are none)."""
+        """θ_k, moved towards those of the incoming models that are better; none come with the final
+        request.
+        """
         before = self.combined or copied_state(self.site.network())
         self.combined = self._moved(before, incoming.family(PERSONALS))
         return self.combined

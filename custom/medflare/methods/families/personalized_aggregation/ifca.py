@@ -59,7 +59,7 @@ CLUSTER = MetaSpec[str]("cluster", "the cluster whose model the site trained", t
 
 
 class IFCASite(PersonalizedSite[FedAvgSiteHyper]):
-    """Trains the cluster of the least loss; the site uses that of the best round."""
+    """Trains the cluster with the least loss; the site uses the model of the best round."""
 
     server_hyper = IFCAServerHyper
 
@@ -74,7 +74,7 @@ class IFCASite(PersonalizedSite[FedAvgSiteHyper]):
             )
 
     def start(self, incoming: Message) -> StateDict:
-        """θ_ĵ; of equal losses the first."""
+        """θ_ĵ; the first one if losses are equal."""
         clusters = incoming.family(CLUSTERS)
         nearest = min(clusters, key=lambda name: self.mean_loss(clusters[name], "train"))
         self.memory[CLUSTER] = nearest
@@ -111,7 +111,9 @@ class IFCAServer(ServerAlgorithm[IFCAServerHyper]):
 
     @classmethod
     def fewest_combined(cls, hyper: Any, sites: int) -> int:
-        """A site may be alone in its cluster, whose model all sites receive."""
+        """1 with several clusters: a site may be alone in its cluster, whose model all sites
+        receive.
+        """
         return 1 if hyper.clusters > 1 else sites
 
     @asks(IFCASite.train, IFCASite.validate)

@@ -40,7 +40,7 @@ def family_message(memory: Message, family: TensorSpec) -> Message:
 
 
 class PersonalizedSite(PersonalSite[F]):
-    """Trains a personal model; the site uses that of the best round by its validation images."""
+    """Trains a personal model; the site uses the one of the best round by its validation images."""
 
     dp_unsupported_reason = (
         "models are compared or chosen without noise, and the validation metric leaves the site"
@@ -71,9 +71,8 @@ class PersonalizedSite(PersonalSite[F]):
         return dict.fromkeys(("personal", "deployed"), model)
 
     def mean_loss(self, state: StateDict, split: str) -> float:
-        """The task's loss of a model on a split of the site, in evaluation mode.
-
-        The mean over the images; infinity without images, or if it is not finite.
+        """The task's loss of a model on a split of the site, in evaluation mode: the mean over the
+        images, infinity without images or if it is not finite.
         """
         model = self.frozen(state)
         mean = MeanLoss()
@@ -85,7 +84,7 @@ class PersonalizedSite(PersonalSite[F]):
 
 
 class PersonalizedServer(ServerAlgorithm[G]):
-    """Stores every site's last trained model; that of a site that misses a round still counts."""
+    """Stores every site's last trained model, which still counts if the site misses a round."""
 
     site_algorithm = PersonalizedSite
 

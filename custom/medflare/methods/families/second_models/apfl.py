@@ -35,9 +35,8 @@ _ALPHA = "alpha"  # in the memory
 def apfl_mixture(
     personal: StateDict, global_: State, share: float, kept: Collection[str] = ()
 ) -> StateDict:
-    """APFL's model v̄ = α v + (1 - α) w for floating entries; integer entries of v.
-
-    Deng et al. 2020, Sec. 3.
+    """APFL's model v̄ = α v + (1 - α) w (Deng et al. 2020, Sec. 3) for floating entries; integer
+    entries of v.
 
     Args:
         personal: v.
@@ -115,9 +114,8 @@ class APFLHyper(FedAvgSiteHyper):
 
 
 class APFLSite(SecondModelSite[APFLHyper]):
-    """Trains the global model and, through the mixture, v and α on the same batches.
-
-    The personal model is the mixture.
+    """Trains the global model and, on the same batches, v and α through the mixture, which is the
+    personal model.
     """
 
     local = PersistentState("local")  # v

@@ -1,6 +1,5 @@
-"""Ditto (Li et al., ICML 2021, Alg. 1): besides the global model, a personal one at every site.
-
-It is trained with a proximal term to the global model.
+"""Ditto (Li et al., ICML 2021, Alg. 1): besides the global model, every site trains a personal one
+with a proximal term to the global model.
 
     min_v h_k(v; w_g) = F_k(v) + λ/2 ||v - w_g||²        (Eq. 2)
 

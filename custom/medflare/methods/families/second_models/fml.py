@@ -18,7 +18,7 @@ from medflare.methods.prr.formulas import distillation_loss
 
 @strict_dataclass
 class FMLHyper(FedAvgSiteHyper):
-    """The task's loss against imitation of the other model."""
+    """The weights of the task's loss against imitation of the other model."""
 
     alpha: float = param(
         0.5, "the task's part in the personal loss", symbol="α", source="Alg. 1", low=0, high=1

@@ -50,7 +50,7 @@ def train_per_fedavg(model: nn.Module, site: Site, round: int, optimizer: Optimi
 
 
 def adapt(model: nn.Module, site: Site, round: int, optimizer: Optimizer) -> None:
-    """The adaptation in place: a step on one training batch, see `few_patients`."""
+    """Adapt a model in place by a step on one training batch, see `few_patients`."""
     model.train()
     with seeded(site.seed, site.name, round, "adapt", "dropout"):
         batches = first_batches(site, round, "adapt")
@@ -59,9 +59,8 @@ def adapt(model: nn.Module, site: Site, round: int, optimizer: Optimizer) -> Non
 
 
 def adapted(algorithm: FedAvgSite, round: int, shared: StateDict, purpose: str) -> StateDict:
-    """The personal model: the shared one after `adapt`.
-
-    Its optimizer has the shared model's moments (`purpose`), and does not change them.
+    """The personal model: the shared one after `adapt`, whose optimizer starts from the shared
+    model's moments (`purpose`) and does not change them.
     """
     model = algorithm.network("personal", shared)
     optimizer = algorithm.site.optimizer(trainable(model))

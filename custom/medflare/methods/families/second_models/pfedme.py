@@ -36,9 +36,8 @@ from medflare.networks.features import overwrite
 def pfedme_outer(
     weights: Sequence[Tensor], personal: Sequence[Tensor], rate: float, strength: float
 ) -> list[Tensor]:
-    """w <- w - η λ (w - θ), pFedMe's step of a site's copy of the shared model.
-
-    Dinh et al. 2020, Alg. 1, line 8.
+    """w <- w - η λ (w - θ), a step of a site's copy of the shared model (Dinh et al. 2020, Alg. 1,
+    line 8).
 
     Args:
         weights: w.

@@ -21,14 +21,13 @@ from medflare.methods import (
     epochs,
     trainable,
 )
-from medflare.methods.fedavg.site import F, delivered
+from medflare.methods.fedavg.site import F, final_models
 from medflare.training.epochs import MeanLoss, train_together
 
 
 class SecondModelSite(PersonalSite[F]):
-    """FedAvg's site algorithm with a personal model, which `fit` or `personalize` sets.
-
-    The site uses that of the best round by its own validation.
+    """FedAvg's site algorithm with a personal model, which `fit` or `personalize` sets; the site
+    uses the one of the best round by its own validation.
     """
 
     dp_unsupported_reason = (
@@ -66,13 +65,15 @@ class SecondModelSite(PersonalSite[F]):
         return reply
 
     def finalize(self, incoming: Message) -> FinalModels:
-        """A site that has trained uses its personal model, any other the global one."""
+        """The final models: a site that has trained deploys its personal model, any other the
+        global one.
+        """
         if self.personal is None:
-            return delivered(incoming, None)
+            return final_models(incoming, None)
         rounds = None
         if self.plan.server_hyper.selection == "last":  # else it is the global model's alone
             rounds = incoming.get(SELECTED_ROUND)
-        return delivered(incoming, self.selection.final(self.personal, rounds))
+        return final_models(incoming, self.selection.final(self.personal, rounds))
 
     def fit_both(
         self,
@@ -114,7 +115,7 @@ def loss_gradients(model: nn.Module, site: Site, batch: Batch) -> list[Tensor]:
 def take_step(
     optimizer: Optimizer, weights: Sequence[nn.Parameter], gradients: Sequence[Tensor]
 ) -> None:
-    """A step of the optimizer along gradients of its weights."""
+    """Take a step of the optimizer along given gradients of its weights."""
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.grad = gradient
     optimizer.step()

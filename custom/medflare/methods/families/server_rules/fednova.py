@@ -39,9 +39,10 @@ STEPS = MetaSpec[int]("steps", "optimizer steps of this round's training", count
 
 
 def normalizer(steps: float, momentum: float = 0.0) -> float:
-    """||a_k||_1 = (τ - ρ (1 - ρ^τ) / (1 - ρ)) / (1 - ρ) for τ steps of SGD with momentum ρ.
+    """||a_k||_1 = (τ - ρ (1 - ρ^τ) / (1 - ρ)) / (1 - ρ) for τ steps of SGD with momentum ρ (Wang et
+    al. 2020, Sec. 4).
 
-    Wang et al. 2020, Sec. 4; τ without momentum, and τ (τ + 1) / 2 in the limit ρ = 1.
+    It is τ without momentum, and τ (τ + 1) / 2 in the limit ρ = 1.
     """
     if abs(1 - momentum) < 1e-6:  # the formula is 0 / 0, or inexact
         return steps * (steps + 1) / 2
@@ -78,7 +79,7 @@ class CountingSite(FedAvgSite):
         return reply
 
     def optimized(self, model: nn.Module, purpose: str, train: Callable[[Optimizer], T]) -> T:
-        """The other algorithm's; counts the steps of the optimizer "model"."""
+        """The other algorithm's method, which also counts the steps of the optimizer "model"."""
 
         def count_step(*_: Any) -> None:
             self.steps = (self.steps or 0) + 1
@@ -134,9 +135,10 @@ class FedNovaServer(FedAvgServer[FedAvgServerHyper]):
     aggregation_class = NormalizedMean
 
     def aggregate_models(self, step: Step, replies: Replies) -> None:
-        """FedAvg's step; a number of steps that the site cannot have taken is changed first.
+        """FedAvg's step, before which a number of steps that the site cannot have taken is
+        replaced.
 
-        A false one would make its update the longest of all, or give it nearly all weight.
+        A false number would make its update the longest of all, or give it nearly all weight.
         """
         for site, reply in replies.items():
             steps = reply.get(STEPS)
@@ -153,9 +155,10 @@ class FedNovaServer(FedAvgServer[FedAvgServerHyper]):
         super().aggregate_models(step, replies)
 
     def _possible_steps(self, site: str) -> range | None:
-        """The steps of a round at a site, at the batch sizes that it may choose; None: unknown.
+        """The fewest and most steps of a round at a site, at the batch sizes that it may choose;
+        None: unknown.
 
-        With fp16 steps are skipped, and with DP-SGD patients are drawn: then the fewest are 1.
+        The fewest are 1 with fp16, which skips steps, and with DP-SGD, which draws patients.
         """
         task = self.context.task
         hyper = self.context.plan.site_hyper

@@ -36,7 +36,7 @@ class FedAvgMHyper(FedAvgServerHyper):
 
 @strict_dataclass
 class FedAdagradHyper(FedAvgServerHyper):
-    """Alg. 2 with a sum of squares."""
+    """The settings of Alg. 2 with a sum of squares."""
 
     kind: ClassVar[str] = "adagrad"
     eta: float = param(
@@ -48,7 +48,7 @@ class FedAdagradHyper(FedAvgServerHyper):
 
 @strict_dataclass
 class FedAdamHyper(FedAdagradHyper):
-    """Alg. 2 with a moving average of squares."""
+    """The settings of Alg. 2 with a moving average of squares."""
 
     kind: ClassVar[str] = "adam"
     beta1: float = param(0.9, "decay of the first moment", symbol="β1", low=0, high=1)
@@ -57,7 +57,7 @@ class FedAdamHyper(FedAdagradHyper):
 
 @strict_dataclass
 class FedYogiHyper(FedAdamHyper):
-    """Alg. 2 with Yogi's second moment."""
+    """The settings of Alg. 2 with Yogi's second moment."""
 
     kind: ClassVar[str] = "yogi"
 
@@ -87,7 +87,7 @@ class MomentumMean(ReweightedMean):
         self.moments: StateDict = {}
 
     def moment(self, name: str, beta: float, update: Tensor) -> Tensor:
-        """β m + update, which is stored; m starts at 0."""
+        """The moment β m + update, which is stored; m starts at 0."""
         if name in self.moments:
             update = beta * self.moments[name] + update
         self.moments[name] = update

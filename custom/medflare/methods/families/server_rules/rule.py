@@ -106,9 +106,8 @@ class ReweightedMean(WeightedMean):
 def inner_products(
     states: Iterable[StateDict], origin: StateDict, names: Iterable[str] | None = None
 ) -> Tensor:
-    """(K, K) inner products <w_j - w, w_k - w> in float64.
-
-    Over the entries `names`; None: those of the first state.
+    """(K, K) inner products <w_j - w, w_k - w> in float64, over the entries `names` (None: those of
+    the first state).
     """
     ordered = list(states)
     if names is None:

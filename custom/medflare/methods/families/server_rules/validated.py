@@ -190,7 +190,7 @@ def contribution_weights(cosines: Tensor, errors: Tensor, mode: str) -> Tensor:
 
 
 def _shares(values: Tensor) -> Tensor:
-    """Shares of the sum, at least 0.001; equal ones if all values are 0."""
+    """Each value's share of their sum, at least 0.001; equal shares if all values are 0."""
     positive = values.clamp(min=1e-12)
     return (positive / positive.sum()).clamp(min=1e-3)
 

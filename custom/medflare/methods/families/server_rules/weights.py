@@ -33,9 +33,10 @@ _MEMORY = 5  # costs in FedPIDAvg's sum
 
 
 def inverse_distances(states: States) -> Weights:
-    """α_k ∝ 1 / ||ω_avg - ω_k||_1 with ω_avg = (1/K) Σ_k ω_k, up to a common factor.
+    """α_k ∝ 1 / ||ω_avg - ω_k||_1 with ω_avg = (1/K) Σ_k ω_k, up to a common factor (Yeganeh et
+    al., "Inverse Distance Aggregation", DART 2020).
 
-    Yeganeh et al., "Inverse Distance Aggregation", DART 2020. Equal for models that all agree.
+    The weights are equal if all models agree.
     """
     mean = plain_mean(states)
     inverse = {}
@@ -55,7 +56,7 @@ class InverseDistanceMean(ReweightedMean):
 
 
 class IDAServer(FedAvgServer[UniformHyper]):
-    """A site whose model is far from all others has a small weight.
+    """FedAvg's server algorithm with a small weight for a site whose model is far from all others.
 
     `weighting=samples` is the paper's IDA with FedAvg.
     """
@@ -78,7 +79,7 @@ class FedAWAHyper(FedAvgServerHyper):
 def alignment_loss(logits: Tensor, vectors: Tensor, cosine: Tensor) -> Tensor:
     """Σ_k p_k ||δ_k - Σ_j p_j δ_j||_2 + Σ_k p_k (1 - cos(w_k, w_g)), with p = softmax(t).
 
-    The loss of FedAWA (Shi et al., CVPR 2025), as in the authors' code.
+    It is the loss of FedAWA (Shi et al., CVPR 2025), as in the authors' code.
 
     Args:
         logits: t, (K,).
@@ -136,7 +137,9 @@ class FetsPIDHyper(FedAvgServerHyper):
     gamma: float = param(0.1, "share of the sum of costs", symbol="γ", low=0)
 
     def __post_init__(self) -> None:
-        """With too little weight of the images, the model is that of the only site with a drop."""
+        """Raises ConfigError if the images' share is too small: the model could be that of the only
+        site with a drop.
+        """
         total = self.alpha + self.beta + self.gamma
         if self.alpha < _LEAST_IMAGES * total:
             raise ConfigError(f"alpha must be at least {_LEAST_IMAGES:g} of alpha + beta + gamma")

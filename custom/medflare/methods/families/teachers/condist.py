@@ -92,7 +92,7 @@ class ConDistHyper(FedAvgSiteHyper):
     )
 
     def weight(self, round: int) -> float:
-        """λ of a round: it rises linearly."""
+        """λ of a round, which rises linearly."""
         progress = min(round / self.ramp_rounds, 1.0) if self.ramp_rounds else 1.0
         return self.lam * (_FIRST + (1 - _FIRST) * progress)
 
@@ -128,7 +128,7 @@ class ConDistSite(TeacherSite[ConDistHyper]):
         return loss
 
     def _distil(self, logits: Tensor, taught: Tensor, targets: Tensor) -> Tensor:
-        """L_ConDist: soft Dice loss of the batch between student and teacher."""
+        """L_ConDist, the soft Dice loss of the batch between student and teacher."""
         from monai.losses.dice import MaskedDiceLoss
 
         temperature = self.hyper.temperature

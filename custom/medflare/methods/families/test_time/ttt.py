@@ -114,7 +114,9 @@ class TTTServer(FedAvgServer[FedAvgServerHyper]):
         self.head = self.aggregation.shared(site_models(replies, HEAD), step.round, self.head)
 
     def select_model(self, step: Step, replies: Replies) -> None:
-        """As of FedAvg; the head of the selected round stays with it."""
+        """Enter the model in the selection as FedAvg; the head of the selected round stays with
+        it.
+        """
         super().select_model(step, replies)
         if self.best.round == step.round:
             self.best_head = self.head
