@@ -62,8 +62,8 @@ class DataRecord:
     most_validations: int = Bounds.validations
 
     def fix_used_images(self, site: Site) -> None:
-        """Note the selection and split of the first job; a changed datalist begins anew, if enough
-        patients differ.
+        """Note the selection and split of the first job; if enough patients of the datalist change,
+        the next job fixes them anew.
 
         Raises:
             ConfigError: this job selects or splits the images in another way, or a split differs
@@ -102,9 +102,11 @@ class DataRecord:
                 write_json(self.folder / SELECTION, noted)
 
     def note_refusal(self) -> None:
-        """Give up the selection of this job, which the site has refused, so that a lead can correct
-        a first job; after a few of them it stays, since each answer tells something of the counts.
-        With a privacy budget it stays at once.
+        """Forget the selection of a first job that the site has refused, so that a lead can correct
+        it.
+
+        With a privacy budget, or after a few refusals, the selection stays, since each refusal
+        tells something of the counts.
         """
         if self.private:
             return
@@ -116,11 +118,11 @@ class DataRecord:
                 write_json(self.folder / SELECTION, {"refused": refused, "used": earlier})
 
     def note_reading(self, site: str, task: TaskConfig) -> None:
-        """Note how a task reads the images, before it does: whether a transform fails on one, or
-        makes it plain (see `site_rules.check_contrast`), tells of its pixels.
+        """Note how a task will read the images: whether a transform fails on one or makes it plain
+        (see `site_rules.check_contrast`) tells something of its pixels.
 
         Raises:
-            ConfigError: earlier jobs have read this data in as many other ways as there may be.
+            ConfigError: earlier jobs have read this data in the maximum number of other ways.
         """
         reading = _reading(task)
         with locked(self.folder / _LOCK):
@@ -137,8 +139,8 @@ class DataRecord:
             write_json(self.folder / READINGS, [*readings, noted])
 
     def note_enrolment(self, task: TaskConfig) -> bool:
-        """Note that a job has enrolled; whether its masks have the size of the first such job's:
-        pixels of a class at two sizes tell of few patients.
+        """Note that a job has enrolled; return whether its masks have the size of the first such
+        job's, since pixels of a class at two sizes tell of few patients.
         """
         settings = _reading(task)
         with locked(self.folder / _LOCK):
@@ -192,11 +194,11 @@ class DataRecord:
     def note_validations(self, metrics: int, site: str) -> None:
         """Note that so many metrics on validation images leave the site.
 
-        Each answers a question about these images, and a server can ask what it likes by the model
-        that it sends: whether a pixel of a patient is above a value.
+        Each metric answers a question about these images, which the server chooses by the model
+        that it sends, for example whether a pixel of a patient is above a value.
 
         Raises:
-            ConfigError: with these the data folder has more than the site allows.
+            ConfigError: with these the data folder has more validations than the site allows.
         """
         with locked(self.folder / _LOCK):
             earlier = self._stored(VALIDATIONS, {}).get("models", 0)
@@ -210,7 +212,7 @@ class DataRecord:
 
 
 def other_images_refusal(site: str) -> ConfigError:
-    """The refusal of another selection, also of one that cannot be opened: which of the two it is
+    """The error for another selection, and for one that cannot be opened: two different errors
     would tell how many images it has.
     """
     return ConfigError(
@@ -223,8 +225,8 @@ def other_images_refusal(site: str) -> ConfigError:
 
 
 def _check_changed_patients(site: Site, earlier: _Used, present: _Used) -> None:
-    """Raise ConfigError if a split differs from an earlier job's in a few patients alone, or in
-    what the task makes of the same patients' labels.
+    """Raise ConfigError if a split differs from an earlier job's in a few patients only, or if the
+    task reads the same patients' labels in another way.
     """
     is_other = earlier.get(_LABELS) != present[_LABELS]
     other_labels = is_other and site.minimum_patients > 1
@@ -243,7 +245,7 @@ def _check_changed_patients(site: Site, earlier: _Used, present: _Used) -> None:
 
 
 def _trained_patients(site: str) -> ConfigError:
-    """The refusal of a split that validates or tests patients of an earlier job's training."""
+    """The error for a split that validates or tests patients of an earlier job's training."""
     return ConfigError(
         f"site {site}: its {FILE} has changed, and patients of an earlier job's training would be "
         "validated or tested, which its privacy budget forbids; the site writes those under "
@@ -272,8 +274,8 @@ def record_folder(records: Path, data: Path) -> Path:
 def used_images_digest(site: Site) -> str:
     """A checksum of the images that a task uses, with their splits and labels.
 
-    Of a mask the labels are the task's `label_values`; the names of labels and the size of images
-    do not matter.
+    The labels of masks are the task's `label_values` and `unlisted_labels`; the names of labels and
+    the size of images do not matter.
     """
     task = site.task
     content: JsonDict = {"kind": task.kind, "target": task.target}
@@ -286,7 +288,9 @@ def used_images_digest(site: Site) -> str:
 
 
 def _used_images(site: Site) -> dict[str, list[list[Any]]]:
-    """Split -> its images as [patient, file, labels], a volume once; None for labels of masks."""
+    """Split -> its images as [patient, file, labels]; a volume is listed once, a mask's labels are
+    None.
+    """
     used = {}
     for name in SPLITS:
         split = site.data.split(name)
@@ -300,15 +304,15 @@ def _used_images(site: Site) -> dict[str, list[list[Any]]]:
 
 
 def _digests_of_patients(site: Site) -> _Used:
-    """Split -> digests of each patient, of the patient's images, and of their labels; and a digest
-    of what the task makes of labels.
+    """Split -> digests of each patient, of the patient's images, and of their labels; `_LABELS` ->
+    a digest of how the task reads labels.
     """
     task = site.task
     values = None  # several masks, or a list of 0 and 1
     if task.label_values or task.target != "multilabel":
         values = stored_values(task)
-    labels = [task.kind, task.target, len(task.labels), values, task.unlisted_labels]
-    used: _Used = {_LABELS: _digest(labels)}
+    reading = [task.kind, task.target, len(task.labels), values, task.unlisted_labels]
+    used: _Used = {_LABELS: _digest(reading)}
     for name, images in _used_images(site).items():
         by_patient: dict[str, list[tuple[str, Any]]] = defaultdict(list)
         for patient, file, labels in images:

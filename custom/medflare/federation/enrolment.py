@@ -1,6 +1,6 @@
 """Enrollment: sites report their data before training.
 
-A site that cannot take part ends the run, a late one joins.
+A site that cannot take part when the run starts ends it; a late site joins.
 """
 
 import math
@@ -229,9 +229,8 @@ class Enrolment:
                 self.context.events.add("warning", text, site, round)
 
     def _weigh(self, round: int) -> None:
-        """Limit the weight of sites, and warn if one has more than half of all training images.
-
-        Of two sites: more than three quarters.
+        """Limit the weight of sites, and warn if one has more than half of all training images
+        (three quarters if there are two sites).
         """
         images = {site: self.enrolled[site][COUNTS.name].get("train", 0) for site in self.inside}
         if self.max_client_weight is not None and all(images.values()):
@@ -256,9 +255,8 @@ class Enrolment:
 
 
 def identity_of(method: Method, hyper: Json, task_fingerprint: str, seed: int) -> JsonDict:
-    """The metadata in which server and site must agree.
-
-    They are "method", "hyper" (all, with defaults), "task" and "seed".
+    """The metadata in which server and site must agree: "method", "hyper" (all, with defaults),
+    "task" and "seed".
     """
     return {
         "method": method.name,
@@ -283,9 +281,8 @@ def first_difference(name: str, here: Any, there: Any) -> tuple[str, Any, Any]:
 
 
 def trained_on(enrolled: Mapping[str, Json]) -> JsonDict | None:
-    """The range of the training images of all sites that report theirs, as JSON.
-
-    None if no site does.
+    """The range of the training images of all sites that report theirs, as JSON; None if no site
+    does.
     """
     total = joined_range(list(_ranges(enrolled).values()))
     return None if total is None else total.to_dict()
@@ -312,9 +309,10 @@ def reported_class_shares(enrolled: Mapping[str, Json]) -> list[float] | None:
 
 
 def versions_here(identity: Json, task: TaskConfig) -> dict[str, str]:
-    """Package -> version, and its code, of packages that weights depend on, see `versions_of_run`.
+    """Package -> version, and digest of its code, of the packages that weights depend on, see
+    `versions_of_run`.
 
-    That of medflare is the code's, which may come with the job.
+    The version of medflare is that of its code, which may come with the job.
 
     Args:
         identity: method and hyper-parameters, see `identity_of`.
@@ -326,7 +324,7 @@ def versions_here(identity: Json, task: TaskConfig) -> dict[str, str]:
 def package_difference(site: Mapping[str, str], server: Mapping[str, str]) -> str:
     """Which packages of a site have another version or other code than the server's.
 
-    Builds of one version (+cpu, +cu124) are the same.
+    Builds of one version (+cpu, +cu124) count as equal.
     """
     differences = {}
     for name, version in server.items():

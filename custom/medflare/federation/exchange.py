@@ -1,6 +1,5 @@
-"""How the schedule reaches the sites.
-
-The exchange that an engine supplies, and the transport that validates and counts.
+"""How the schedule reaches the sites: the exchange that an engine supplies, and the transport that
+validates replies and counts bytes and seconds.
 """
 
 from collections.abc import Mapping
@@ -26,10 +25,10 @@ class SiteReply:
     """A site's reply: a message, or why there is none.
 
     Attributes:
-        problem: empty if there is a message; else one line.
+        problem: one line; empty if there is a message.
         kind: the kind of event of a problem: "failed" (the site reported an error), "rejected" (not
             valid), "late" or "missing".
-        seconds: that the site worked on it.
+        seconds: how long the site worked on it.
     """
 
     message: Message | None = None
@@ -44,7 +43,7 @@ SiteReplies = dict[str, SiteReply]  # by site
 class Exchange(Protocol):
     """How messages reach the sites. A site's MedflareError becomes a SiteReply with a problem.
 
-    Any other error of a site is a bug: FLARE makes it a SiteReply, too, the plain loop raises it.
+    Any other error of a site is a bug: FLARE makes it a SiteReply, too; the plain loop raises it.
     """
 
     def present(self, round: int) -> list[str]:
@@ -56,18 +55,16 @@ class Exchange(Protocol):
 
 @dataclass
 class Transport:
-    """Asks sites over an exchange, and replaces invalid replies by their problem.
-
-    It counts bytes and seconds.
+    """Asks sites over an exchange, replaces invalid replies by their problem, and counts bytes and
+    seconds.
     """
 
     exchange: Exchange
     outcome: Outcome
 
     def ask(self, step: Step, outgoing: Messages) -> SiteReplies:
-        """site -> reply for every site in `outgoing`, sorted.
-
-        Without a reply its kind is "missing".
+        """site -> reply for every site in `outgoing`, sorted; a missing reply is one of the kind
+        "missing".
         """
         replies = self.exchange(step, outgoing) if outgoing else {}
         missing = SiteReply(None, f"no reply to {step_name(step.phase, step.round)}", "missing")
@@ -84,9 +81,8 @@ class Transport:
 
 
 def with_step_number(message: Message, index: int, rounds: int) -> Message:
-    """The message with the number of its step and the number of rounds.
-
-    A site recognizes a repeated step by its number.
+    """The message with the number of rounds and of its step, by which a site recognizes a repeated
+    step.
     """
     request = Message(message.states, dict(message.meta))
     request[STEP] = index
@@ -95,7 +91,7 @@ def with_step_number(message: Message, index: int, rounds: int) -> Message:
 
 
 def _checked(reply: SiteReply, site: str, phase: str) -> SiteReply:
-    """The reply; if its message is not valid, with the problem instead.
+    """The reply, or its problem in place of an invalid message.
 
     What the phases of a method declare is checked by `update_validation.updates`.
     """

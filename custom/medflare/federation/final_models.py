@@ -53,10 +53,8 @@ Metrics = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class SiteFolder:
-    """A site's folder in a run: what stays at the site.
-
-    It holds final models with their cards, scores by patient, pictures, the site's report, and the
-    current step.
+    """A site's folder in a run, whose content stays at the site: final models with their cards,
+    scores by patient, pictures, the site's report and the current step.
     """
 
     folder: Path
@@ -244,7 +242,9 @@ def evaluate_final_models(
 def _add_tables(
     tables: Mapping[str, JsonDict], model_name: str, summary: Summary, site: Site
 ) -> None:
-    """Add what is by class, label and interval; no confusion matrix with a cell of few patients."""
+    """Add the tables by class and label and the intervals; a confusion matrix that has a cell of
+    few patients is left empty.
+    """
     classes = dict(summary.classes)
     if classes and has_small_cell(summary.cases, site.task, site.minimum_patients):
         classes["confusion"] = []
@@ -258,10 +258,10 @@ def _add_tables(
 def _report(
     module: nn.Module, model: Message, model_name: str, least_images: int, log: EventLog
 ) -> JsonDict | None:
-    """What a model reports of its predictions, for example how often each member answered.
+    """What a model reports of its predictions, for example how often each member answered, and
+    under `KEPT` which of the site's models it is; None if there is neither.
 
-    Under `KEPT` it has which of the site's models this is. None if there is neither. Each
-    adaptation that the model reverted becomes an event.
+    Each adaptation that the model reverted becomes an event.
     """
     report = None
     make_report = getattr(module, "report", None)
@@ -339,7 +339,7 @@ def _doubt(
     *,
     named: bool,
 ) -> None:
-    """Events that question the deployed model; `named` unless counts by class are suppressed.
+    """Add events that question the deployed model; they hold class names and values if `named`.
 
     `outputs`: the constant ones; `constant`: the metric of the constant prediction, see `standing`.
     """
@@ -368,7 +368,7 @@ def _of_enough_patients(summary: Summary, model_name: str, minimum: int, log: Ev
 def _test_summary(
     site: Site, module: nn.Module, model_name: str, log: EventLog
 ) -> tuple[Summary, tuple[str, ...]]:
-    """A model on the site's test images, and its constant outputs."""
+    """The summary of a model on the site's test images, and the outputs that are constant."""
     measured = site.measure(site.predictions(module, "test"), "test", site.task.test_metrics)
     scores = measured.scores(site.data.test.patients)
     for metric, reason in scores.undefined.items():

@@ -1,6 +1,4 @@
-"""What a site stores of a run.
-
-Its algorithm before the last two steps, so that a step can be repeated, and its working time.
+"""What a site stores of a run: its algorithm before the last two steps, and its working time.
 
 A step is repeated if too few replies were usable, and when a killed server continues from its last
 checkpoint.
@@ -29,9 +27,8 @@ _WORK = "work"
 
 @dataclass
 class StoredAlgorithm:
-    """A site's algorithm, ready for the requested step.
-
-    That of this process, or a new one restored from the store.
+    """A site's algorithm, ready for the requested step: that of this process, or a new one restored
+    from the store.
 
     The store holds the memory under the number of the step that it precedes: the newest one and the
     one before it.
@@ -51,7 +48,7 @@ class StoredAlgorithm:
     def begin(self, role: str, sites: tuple[str, ...], start: StateDict | None) -> None:
         """Begin a new run and delete what an earlier run stored.
 
-        Without `start` the initial weights are drawn from the seed.
+        Without `start` the algorithm draws its initial weights from the seed.
         """
         self._algorithm = self.make(role, sites, start)
         self._precedes = 0
@@ -67,11 +64,10 @@ class StoredAlgorithm:
 
     @contextmanager
     def ready(self, step: int, *, save: bool) -> Iterator[SiteAlgorithm]:
-        """The algorithm as the last step before `step` left it.
+        """The algorithm as the last step before `step` left it, for the block that performs `step`.
 
-        If `save`, it is stored as this step leaves it.
-
-        If the block raises, the next step starts from what was stored.
+        After the block it is stored if `save`; if the block raises, the next step starts from what
+        was stored before.
 
         Raises:
             StateError: see `recall`.
@@ -135,7 +131,8 @@ class StoredAlgorithm:
     def _save(self, step: int, algorithm: SiteAlgorithm) -> None:
         """Store what `step` starts from, and keep the newest earlier one.
 
-        ConfigError for a memory that cannot be stored.
+        Raises:
+            ConfigError: the memory holds what cannot be stored.
         """
         problem = memory_problem(algorithm.memory)
         if problem:
@@ -156,9 +153,8 @@ class StoredAlgorithm:
 
 @dataclass
 class WorkingTime:
-    """A site's working time on a run over all its processes, without waiting, and its limits.
-
-    The limits are `Bounds.minutes` and `Bounds.hours`.
+    """A site's working time on a run, without waiting, over all its processes, and its limits,
+    `Bounds.minutes` and `Bounds.hours`.
 
     Args:
         store: keeps the seconds; those of a step in which a process was killed are lost.
@@ -197,7 +193,7 @@ class WorkingTime:
                 self.store.save(_WORK, Message({}, {"seconds": seconds}))
 
     def check(self) -> None:
-        """Called before every batch.
+        """Check the limits; called before every batch.
 
         Raises:
             ConfigError: the step or the run takes longer than the site's limits.

@@ -14,7 +14,7 @@ class StepReport:
     Attributes:
         index: 0-based number of the step in the run.
         meta: site -> metadata of its usable reply.
-        rejected: site -> why there is none.
+        rejected: site -> why it has no usable reply.
         aggregation: site -> numbers that the server algorithm noted, see `ServerContext.note`.
     """
 
@@ -26,10 +26,10 @@ class StepReport:
     aggregation: dict[str, dict[str, float | None]]
 
     def text(self, rounds: int) -> str:
-        """For example "round 3/20 train: A loss 0.4120 global before 0.801 weight 0.612 | B not
-        used (holds NaN) | 1.2 s"; `rounds`: of the run.
+        """The step in one line, for example "round 3/20 train: A loss 0.4120 global before 0.801
+        weight 0.612 | B not used (holds NaN) | 1.2 s"; `rounds`: of the run.
 
-        A site validates a model before it trains it.
+        The metric "before" is of the model that the site received.
         """
         round = self.step.round
         if round < rounds:

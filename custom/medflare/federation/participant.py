@@ -1,6 +1,5 @@
-"""One site's part in a federation, the same in every engine.
-
-Enroll, reply to steps, store its state, evaluate the final models.
+"""One site's part in a federation, the same in every engine: it enrolls, replies to steps, stores
+its state, and evaluates the final models.
 """
 
 from collections.abc import Callable, Iterable
@@ -90,10 +89,10 @@ _LONGEST_NOTE = 400  # characters
 
 
 def import_ahead() -> None:
-    """Import what every participant needs.
+    """Import what every participant needs, in a process from which those of the participants are
+    forked.
 
-    For a process from which those of the participants are forked. MONAI is left out: not every
-    task uses it.
+    MONAI is left out: not every task uses it.
     """
     from medflare.evaluation.report import template
     from medflare.training import opening  # noqa: F401
@@ -205,8 +204,10 @@ class Participant:
     def _suppressed_reply(
         self, algorithm: SiteAlgorithm, phase: str, round: int, incoming: Message
     ) -> Message:
-        """The reply without small cells. Its values about validation images are counted, or the
-        reads of them, as a model can depend on them, too.
+        """The reply without small cells.
+
+        Its values about validation images are counted or, if there are more, its reads of these
+        images, as a model can depend on them, too.
 
         Raises:
             ConfigError: a method that trains has read test images.
@@ -232,11 +233,11 @@ class Participant:
     def _performed_within_privacy(
         self, algorithm: SiteAlgorithm, phase: str, round: int, incoming: Message
     ) -> Message:
-        """The algorithm's reply.
+        """The algorithm's reply, checked if the run trains with DP-SGD.
 
         Raises:
-            ConfigError: the run trains with DP-SGD, and tensors would leave that it has not made,
-                or values of training images.
+            ConfigError: tensors that DP-SGD has not made, or values of training images, would
+                leave the site.
         """
         if not self._private:
             return algorithm.perform(phase, round, incoming)
@@ -290,9 +291,8 @@ class Participant:
             record.note_validations(values, self.name)
 
     def _accept_invitation(self, round: int, incoming: Message) -> Message:
-        """Check that server and site run the same federation, and report the site's data.
-
-        The membership is stored.
+        """Check that server and site run the same federation, store the membership, and report the
+        site's data.
         """
         validator = RequestValidator(self.name, ENROL, round)
         validator.check_invitation(incoming)
@@ -348,9 +348,8 @@ class Participant:
         return reply
 
     def _check_identity(self, role: str, server: Json) -> None:
-        """Raise ConfigError if site and server run different federations.
-
-        Or if the site's settings forbid this one.
+        """Raise ConfigError if site and server run different federations, or if the site's settings
+        forbid this one.
         """
         limited = self._account.budget is not None and self.method.site_class.uses_training
         if limited and role == "inside" and not self._private:
@@ -379,8 +378,8 @@ class Participant:
         return is_private(hyper)
 
     def _opened(self, role: str) -> Site:
-        """The site with its data, read once in this process for each change of role: an inside site
-        has bounds that an outside site does not check.
+        """The site with its data, read once in this process for each change of role, as an inside
+        site has bounds that an outside site does not check.
 
         Its `abort` also checks the limits of working time. However it was opened, the participant's
         `minimum_patients` holds.
@@ -401,10 +400,10 @@ class Participant:
         return self._site
 
     def _opened_at_enrolment(self, role: str) -> Site:
-        """As `_opened`; if an earlier job has fixed the selection, data that cannot be used has the
-        same reply as another selection: otherwise a lead counts images by the two replies.
+        """As `_opened`; but if an earlier job has fixed the selection, unusable data has the same
+        error as another selection: by two different errors a lead could count images.
 
-        Data that the task's transform fails on has this reply, too.
+        Data that the task's transform fails on has this error, too.
         """
         try:
             return self._opened(role)
@@ -426,8 +425,8 @@ class Participant:
     ) -> Message:
         """Make, evaluate and store the final models.
 
-        Of `RUN_META`: RANGE and FEDERATION_SHARES go into their metadata, ADAPT adapts the
-        deployed one, TEST_PERSONAL requests the personal one.
+        The run items RANGE and FEDERATION_SHARES go into their metadata, ADAPT adapts the deployed
+        model, TEST_PERSONAL requests the personal one.
         """
         # 1. The models, with what describes them.
         models, notes = with_choice(algorithm.finalize(incoming), self.local.keep)
@@ -516,9 +515,8 @@ def _warning(text: str) -> Event:
 
 
 def _data_events(site: Site, small: bool) -> list[Event]:
-    """What the server learns of the site's data as events.
-
-    What is suppressed, and the notes of its data check.
+    """Events that tell the server of the site's data: what is suppressed, rare or left out, and the
+    notes of its data check.
     """
     log = EventLog()
     minimum_patients = site.minimum_patients

@@ -1,6 +1,5 @@
-"""Checks before a run starts.
-
-Settings that a method cannot have, and two algorithms whose messages do not match.
+"""Checks before a run starts: settings that a method cannot have, and two algorithms whose messages
+do not match.
 """
 
 from collections import defaultdict
@@ -90,7 +89,9 @@ def _names(method: Method) -> str:
 
 
 def _dry_run(method: Method, plan: Plan, rounds: int, outside: Sequence[str], adapt: str) -> None:
-    """The first step of each phase with replies of zeros; _Mismatch if one is not possible."""
+    """Run the first step of each phase with replies of zeros; raise _Mismatch if one is not
+    possible.
+    """
     phases = method.site_class.phases
     context = ServerContext(plan, 0, rounds, tuple(outside), phases=phases)
     server = method.make_server(context)
@@ -120,7 +121,7 @@ def _dry_run(method: Method, plan: Plan, rounds: int, outside: Sequence[str], ad
 
 
 def _check_request(phase: Phase, plan: Plan, request: Any, what: str) -> None:
-    """The server's message has to be as its phase declares it."""
+    """Check that the server's message is as its phase declares it."""
     problem: str | None = f"it is a {type(request).__name__}; return a Message"
     if isinstance(request, Message):
         problem = state_problem(request.states) or request_problem(phase, plan, request)
@@ -129,7 +130,7 @@ def _check_request(phase: Phase, plan: Plan, request: Any, what: str) -> None:
 
 
 def _check_aggregation(server: ServerAlgorithm, step: Step, phase: Phase, plan: Plan) -> None:
-    """The server has to process replies of zeros."""
+    """Check that the server can process replies of zeros."""
     before = {entry: set(state) for entry, state in server.state().states.items()}
     try:
         server.aggregate(step, {name: _zeros(phase, plan) for name in _SITES})
@@ -152,7 +153,8 @@ def _check_aggregation(server: ServerAlgorithm, step: Step, phase: Phase, plan: 
 
 
 def _check_roles(method: Method, plan: Plan, last: Sequence[Message], adapt: str) -> None:
-    """A site that never trained has to have a model to deploy and to adapt.
+    """Check that a site that never trained makes the final models, and that its deployed one can be
+    adapted.
 
     `last`: the messages with the final models of an inside and of an outside site, if there is one.
     """

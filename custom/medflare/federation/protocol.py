@@ -51,9 +51,8 @@ def message_problem(message: Message, site: str) -> str | None:
 
 
 def state_problem(states: object) -> str | None:
-    """Which tensor is not dense, detached and in memory, in words, or None.
-
-    Or which name is too long or not printable.
+    """Which tensor is not dense, detached and in memory, or which name is too long or not
+    printable, in words, or None.
     """
     if not isinstance(states, Mapping):
         return f"its states are {type(states).__name__}"
@@ -77,9 +76,8 @@ def _is_plain_tensor(tensor: object) -> bool:
 
 
 def meta_problem(meta: object, limit: int = META_LIMIT) -> str | None:
-    """Why metadata are not plain JSON values with printable text, in words, or None.
-
-    They have at most `limit` bytes.
+    """Why metadata are not at most `limit` bytes of plain JSON values with printable text, in
+    words, or None.
 
     Texts of events need not be printable: `core.events` makes them so.
     """
@@ -115,7 +113,7 @@ def _check_plain(value: object, depth: int) -> None:
 def event_problem(events: Any, site: str) -> str | None:
     """Why the events of a reply cannot be recorded, in words, or None.
 
-    A site may send events in its name only.
+    A site may send events only in its own name.
     """
     problem = EVENTS.problem(events)
     if problem:
@@ -155,9 +153,8 @@ def declaration_problem(
 
 
 def violation(message: Message, manifest: Manifest) -> str | None:
-    """How the states differ from the manifest in names, shapes or dtypes.
-
-    None if they match exactly.
+    """How the states differ from the manifest in names, shapes or dtypes; None if they match
+    exactly.
     """
     problem = name_difference("entry", manifest, message.states)
     if problem is not None:
@@ -237,18 +234,16 @@ class RequestValidator:
             self._check(f"item {SITES.name!r} and the role {role!r} of {self.site} do not agree")
 
     def check_start(self, message: Message, plan: Plan) -> None:
-        """Check that an invitation holds no tensors but the initial weights.
-
-        It holds these if the task names a weights file.
+        """Check that an invitation holds the initial weights if the task names a weights file, and
+        no other tensors.
         """
         request = (START,) if plan.task.network.get("weights") else ()
         invitation = Phase(ENROL, request=request, request_meta=INVITATION_META)
         self._check(request_problem(invitation, plan, message))
 
     def pop_run_items(self, message: Message) -> Message:
-        """The items of `RUN_META`, which do not belong to the method.
-
-        They are removed from the message.
+        """Remove the items of `RUN_META`, which do not belong to the method, from a message and
+        return them.
         """
         self._check_form(message)
         numbers = Message()
@@ -287,9 +282,8 @@ def _request_meta_problem(message: Message, declared: Items) -> str | None:
 
 
 def request_problem(phase: Phase, plan: Plan, message: Message) -> str | None:
-    """How a server's message differs from its phase's declaration, in words, or None.
-
-    The message is without the items of `RUN_META`.
+    """How a server's message, without the items of `RUN_META`, differs from its phase's
+    declaration, in words, or None.
     """
     entries: dict[str, list[TensorSpec]] = {}
     for spec in phase.request:
@@ -312,7 +306,7 @@ def request_problem(phase: Phase, plan: Plan, message: Message) -> str | None:
 def _entry_problem(
     name: str, state: StateDict, specs: Iterable[TensorSpec], plan: Plan
 ) -> str | None:
-    """Why a state is as none of its specs declares, in words, or None."""
+    """Why a state matches none of its specs, in words, or None."""
     part = Message({name: state})
     problem = None
     for spec in specs:

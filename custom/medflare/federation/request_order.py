@@ -48,11 +48,11 @@ class _ScheduleContext(ServerContext):
 
 
 def schedule_of(method: Method, plan: Plan, seed: int, rounds: int) -> list[Step]:
-    """The steps of a run of so many rounds with outside sites.
+    """The steps of a run of so many rounds with outside sites; a run without them may lack the last
+    ones.
 
-    Without them its last steps may be missing.
-
-    Empty for a method that does not train: its server algorithm needs what only the server has.
+    The list is empty for a method that does not train: its server algorithm needs what only the
+    server has.
     """
     if not method.trains:
         return []
@@ -81,7 +81,9 @@ class RequestOrder:
     def note_enrolment(self, round: int, invitation: Message) -> None:
         """Note the round in which the server enrolled the site first, and with what.
 
-        MessageError for another enrolment after the first step: it would begin the run anew.
+        Raises:
+            MessageError: after the first step, an enrolment with another role, other sites or
+                another start, or one that begins a finished run anew.
         """
         start = states_digest(invitation.states)
         membership = [invitation[ROLE], list(invitation[SITES]), start]
@@ -110,14 +112,14 @@ class RequestOrder:
         run_items: Message,
         algorithm: SiteAlgorithm,
     ) -> bool:
-        """Check a request and note it as the last one; whether it is the last one again.
+        """Check a request and note it as the last one; return whether it repeats the last one.
 
-        A site may miss steps. A step that is asked again has the same number, models and metadata.
+        A site may miss steps. A repeated step has the same number, models and metadata.
 
         Args:
             run_items: of `RUN_META`. The rounds of the run may become fewer (early stopping), not
                 more.
-            algorithm: that is to answer it.
+            algorithm: the one that replies.
 
         Raises:
             MessageError: the request is not in the schedule after the last one, or it asks for the
@@ -185,9 +187,8 @@ class RequestOrder:
     def _position(
         self, phase: str, round: int, rounds: int, last: int, algorithm: SiteAlgorithm
     ) -> int | None:
-        """The first position of a phase and round in the schedule after the position `last`.
-
-        None if there is none.
+        """The first position of a phase and round in the schedule after the position `last`, or
+        None.
         """
         if phase in _ENDINGS:
             return _ENDINGS[phase] if _ENDINGS[phase] > last and round == rounds else None

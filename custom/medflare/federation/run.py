@@ -145,7 +145,7 @@ class Run:
         return results
 
     def _names_failure(self, reason: str) -> bool:
-        """Whether the events of the sites that failed say the same."""
+        """Whether the events of the failed sites already say what `reason` says."""
         problems = {}
         for event in self.events.of("failed"):
             if event["site"] is not None:

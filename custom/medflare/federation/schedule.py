@@ -1,6 +1,5 @@
-"""The schedule of a federation, written once for every engine.
-
-Enrollment, the method's steps, final models.
+"""The schedule of a federation, written once for every engine: enrollment, the method's steps,
+final models.
 
 An engine supplies an `Exchange`. What happens to a reply (validation, k of n, repetition, failure)
 is decided here.
@@ -97,9 +96,8 @@ class Federation:
         return self._context.events
 
     def run(self, finished: int = 0) -> None:
-        """Everything from enrollment to final models.
-
-        `finished` steps are skipped (a resumed run has restored the server algorithm).
+        """Run everything from enrollment to final models, without the `finished` steps: a resumed
+        run has restored the server algorithm.
 
         Raises:
             FederationFailed: with the reason; `events` and `outcome` hold what was noted until
@@ -130,7 +128,7 @@ class Federation:
         self._note_selections()
         self.outcome.seconds["training"] = time.monotonic() - started
 
-        # 3. Deliver the final models, which the sites evaluate.
+        # 3. Finalize: the sites evaluate their final models.
         self._finalize(finished, enrolment)
 
     # -- the schedule -----------------------------------------------------------------------------
@@ -167,9 +165,8 @@ class Federation:
     def _sites_to_ask(
         self, step: Step, members: list[str], attempt: int, failed: Collection[str]
     ) -> list[str]:
-        """The sites to ask, sorted.
-
-        All members that are present or, with `sites_per_round`, those drawn for the round.
+        """The sites to ask, sorted: all members or, with `sites_per_round`, those drawn for the
+        round.
 
         Sites that `failed` in an earlier attempt at the step are not drawn if there are enough
         others.
@@ -190,9 +187,8 @@ class Federation:
         return sorted(generator.choice(candidates, size=count, replace=False).tolist())
 
     def _drawn_before(self, step: Step) -> Collection[str] | None:
-        """The sites of the round's last step, if one of its steps was repeated.
-
-        Steps of a round build on each other. None: they are drawn anew, and are the same.
+        """The sites of the round's last step if one of the round's steps was repeated, as its steps
+        build on each other; None if the draw gives the same sites anyway.
         """
         history = self.outcome.history
         if not history or history[-1]["round"] != step.round:
@@ -234,7 +230,7 @@ class Federation:
         self.on_step(report)
 
     def _of_server(self, step: Step) -> AbstractContextManager[None]:
-        """For a block that calls the server algorithm; its errors name the step."""
+        """A context for a block that calls the server algorithm; its errors name the step."""
         name = step_name(step.phase, step.round, self._context.rounds)
         return named_errors(f"the server in {name}", type(self.server))
 
@@ -250,10 +246,10 @@ class Federation:
         return outgoing
 
     def _usable_replies(self, index: int, step: Step, enrolment: Enrolment) -> Validated:
-        """Enough usable replies, and why others are not usable; a step with too few is repeated.
+        """The validated replies to a step, which is repeated if too few of them are usable.
 
         Raises:
-            FederationFailed: too few also when it is repeated.
+            FederationFailed: too few replies are usable when it is repeated, too.
         """
         failed = set[str]()
         for attempt in range(_REPEATS + 1):
@@ -294,9 +290,8 @@ class Federation:
         return replies, problems
 
     def _validated_replies(self, step: Step, outgoing: Messages) -> Validated:
-        """The validated replies, and site -> reason for every other site.
-
-        Each reason becomes an event.
+        """The validated replies, and site -> reason for every other site; each reason becomes an
+        event.
         """
         replies, rejected = self._replies(step, outgoing)
         validated = validate_replies(
@@ -320,7 +315,7 @@ class Federation:
     # -- the end ----------------------------------------------------------------------------------
 
     def _note_selections(self) -> None:
-        """Which rounds were selected, and whether on few images."""
+        """Note which rounds were selected, and whether on few images."""
         self.outcome.rounds = self._context.rounds
         for model, selector in self.server.model_selectors().items():
             self.outcome.model_selection[model] = {
@@ -332,9 +327,8 @@ class Federation:
             self._note_few_validation_images()
 
     def _finalize(self, index: int, enrolment: Enrolment) -> None:
-        """Every enrolled site, inside and outside, gets its final models.
-
-        It evaluates them on its test images.
+        """Have every enrolled site, inside and outside, evaluate its final models on its test
+        images.
         """
         step = Step(FINALIZE, self._context.rounds)
         enrolment.invite(step.round)
@@ -385,7 +379,7 @@ class Federation:
         return problem is None
 
     def _cross_site(self, index: int, shared: Mapping[str, StateDict]) -> None:
-        """Every site that evaluated its final models tests the shared personal models."""
+        """Have every site that evaluated its final models test the shared personal models."""
         step = Step(CROSS_SITE, self._context.rounds)
         request = Message()
         for site, state in shared.items():
@@ -400,9 +394,8 @@ class Federation:
                 self.outcome.cross_site[owner][site] = reply[TESTED].get(owner)
 
     def _note_few_validation_images(self) -> None:
-        """An event for every model whose round was chosen on few validation images.
-
-        Of all sites, or of one that chooses alone.
+        """Add an event for every model whose round was chosen on few validation images, of all
+        sites or of one that chooses alone.
         """
         outcome = self.outcome
         images = {}
@@ -437,9 +430,8 @@ class Federation:
 
 
 def _can_end(steps: list[Step], shorter: list[Step], done: int, rounds: int) -> bool:
-    """Whether training can end after `done` rounds.
-
-    The shorter schedule has the steps so far, and then only phases that end the run.
+    """Whether training can end after `done` rounds: the shorter schedule has the steps so far, and
+    then only phases that end the run.
     """
     before = [step for step in steps if step.round < done]
     endings = {step.phase for step in steps if step.round >= rounds}

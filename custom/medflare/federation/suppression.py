@@ -1,6 +1,5 @@
-"""Small-cell suppression.
-
-A site does not send values that describe fewer patients than its `minimum_patients`.
+"""Small-cell suppression: a site does not send values that describe fewer patients than its
+`minimum_patients`.
 
 A method declares what its values describe (`TensorSpec` and `MetaSpec`: `measured`, `per_class`);
 the participant suppresses them here. What a site says about how many images or patients it has is
@@ -31,9 +30,9 @@ OF_TEST = ("constant_output", "at_chance", "reverted", "undefined")
 
 
 def small_splits(site: Site) -> tuple[str, ...]:
-    """The splits with patients (not images), but fewer than the site's `minimum_patients`.
+    """The splits that have patients, but fewer than the site's `minimum_patients`.
 
-    0 and 1 suppress nothing.
+    A minimum of 0 or 1 suppresses nothing.
     """
     small = []
     for split in SPLITS:
@@ -49,9 +48,8 @@ def counts_of_splits(site: Site) -> dict[str, int]:
 
 
 def count_in_words(patients: Collection[str], minimum: int) -> str:
-    """The number of images with these patients, one for each image.
-
-    Words if they are of fewer patients than `minimum`.
+    """The number of images, given the patient of each; "some" if these are fewer than `minimum`
+    patients.
 
     Examples:
         >>> count_in_words(["a", "a", "b"], 0), count_in_words(["a", "a", "b"], 3)
@@ -61,14 +59,14 @@ def count_in_words(patients: Collection[str], minimum: int) -> str:
 
 
 def small_report(report: Any, least: int) -> bool:
-    """Whether a report of counts, tables at any depth, has one that is not 0 and below `least`."""
+    """Whether a count in a report, a table of any depth, is above 0 and below `least`."""
     if isinstance(report, Mapping):
         return any(small_report(value, least) for value in report.values())
     return isinstance(report, int) and 0 < report < least
 
 
 def count_values(value: Any) -> int:
-    """How many values are in JSON values; an undefined one tells of images as a number does.
+    """How many values are in JSON values; an undefined one counts, as it tells of images, too.
 
     Examples:
         >>> count_values({"A": 0.5, "B": None, "C": [0.1, 0.2]})
@@ -82,14 +80,14 @@ def count_values(value: Any) -> int:
 
 
 def most_images(patients: Sequence[str]) -> int:
-    """The images of the patient with the most; 0 without patients."""
+    """The number of images of the patient with the most; 0 without patients."""
     return max(Counter(patients).values(), default=0)
 
 
 def has_small_cell(cases: Cases, task: TaskConfig, minimum: int) -> bool:
     """Whether a cell of a confusion matrix has patients, but fewer than `minimum`.
 
-    Then no cell is sent: the sums of rows follow from the metrics of classes.
+    If so, no cell is sent: the sums of rows follow from the metrics of classes.
     """
     return any(
         patients < minimum for patients in patients_of_cells(cases, task.target, task.labels)
@@ -97,10 +95,10 @@ def has_small_cell(cases: Cases, task: TaskConfig, minimum: int) -> bool:
 
 
 def has_small_class(cases: Cases, task: TaskConfig, minimum: int) -> bool:
-    """Whether a class, its complement, or a structure, in true masks or where a metric is defined,
-    has test patients, but too few.
+    """Whether a class, its complement or a structure has test patients, but fewer than `minimum`:
+    in true masks, or where a metric is defined.
 
-    No numbers by class or structure are sent then: those of one could be computed from the others
+    If so, no numbers by class or structure are sent: those of one could be computed from the others
     and the mean.
     """
     if cases.targets is not None:
@@ -113,9 +111,8 @@ def has_small_class(cases: Cases, task: TaskConfig, minimum: int) -> bool:
 
 
 def small_classes(site: Site, split: str) -> frozenset[str]:
-    """The classes that some patients of a split have, but fewer than `minimum_patients`.
-
-    See `tasks.classes.class_names`.
+    """The classes (see `tasks.classes.class_names`) that some patients of a split have, but fewer
+    than `minimum_patients`.
 
     In a multilabel segmentation task every patient has the negative class: its images have
     background.
@@ -146,7 +143,7 @@ class Suppression:
     _small: dict[str, frozenset[str]] = field(default_factory=dict)  # by split
 
     def suppressed(self, reply: Message, phase: Phase, plan: Plan) -> Message:
-        """A new reply; suppressed tensors keep their shapes and are zero."""
+        """A new reply without these values; suppressed tensors keep their shapes and are zero."""
         splits = small_splits(self.site)
         specs = phase.replied(plan)
         sent = Message({}, dict(reply.meta))
@@ -163,7 +160,7 @@ class Suppression:
         return sent
 
     def _small_of(self, spec: TensorSpec | MetaSpec) -> frozenset[str]:
-        """The classes whose values are suppressed."""
+        """The classes whose values are suppressed for this spec."""
         if not spec.per_class:
             return frozenset()
         split = spec.measured or "train"
@@ -182,9 +179,8 @@ class Suppression:
         return filtered
 
     def _rows(self, length: int, small: frozenset[str]) -> list[int] | None:
-        """The indices of small classes in an axis of this length.
-
-        None if it is not an axis of classes.
+        """The indices of small classes in an axis of this length; None if it is not an axis of
+        classes.
         """
         names = list(chain(*class_names(self.site.task)))
         for axis in (names, list(self.site.task.labels)):
@@ -222,7 +218,9 @@ def suppress_splits(message: Message, declared: Items, splits: tuple[str, ...]) 
 
 
 def _without_numbers(value: Any) -> Any:
-    """Tables keep their names, lists become empty; NaN, which one image can cause, goes too."""
+    """JSON values without their numbers: tables keep their names, lists become empty, any other
+    value becomes None, also NaN, which one image can cause.
+    """
     if isinstance(value, dict):
         return {name: _without_numbers(inner) for name, inner in value.items()}
     if isinstance(value, list):

@@ -26,9 +26,8 @@ _BATCH = 100  # settings that MLflow takes at a time
 
 
 def check_track(track: str | None, *, here: bool = True) -> None:
-    """Check the setting `track`: "tensorboard", "mlflow[=URI]", "wandb[=PROJECT]" or "none".
-
-    None is TensorBoard where it is installed.
+    """Check the setting `track`: "tensorboard", "mlflow[=URI]", "wandb[=PROJECT]" or "none"; None
+    means TensorBoard where it is installed.
 
     Raises:
         ConfigError: it is something else or, with `here`, its package is not installed here.
@@ -44,7 +43,7 @@ def check_track(track: str | None, *, here: bool = True) -> None:
 
 
 class Tracker:
-    """Feeds the writer of a run. What fails in it ends the tracking, not the run.
+    """Feeds the writer of a run. If the writer fails, the tracking ends, and the run continues.
 
     Args:
         track: see `check_track`.
@@ -67,14 +66,14 @@ class Tracker:
                 self._writer = _WRITERS[kind](folder, experiment, name, target)
 
     def step(self, report: StepReport, rate: float) -> None:
-        """Take a finished step and the learning rate of its round."""
+        """Write the curves of a finished step and the learning rate of its round."""
         for site in sorted({*report.meta, *report.aggregation}):
             aggregation = report.aggregation.get(site, {})
             curves = site_curves(report.meta.get(site, {}), aggregation, rate)
             self._log(site, curves, report.step.round)
 
     def end(self, results: Json) -> None:
-        """Take the results."""
+        """Write the results."""
         for site, content in results["sites"].items():
             tests: JsonDict = {}
             for model, values in content["metrics"].items():
@@ -86,7 +85,7 @@ class Tracker:
                 self._writer.end(settings, results["status"] == COMPLETED)
 
     def _log(self, site: str, values: Json, round: int) -> None:
-        """Write those that are finite numbers."""
+        """Write the values that are finite numbers."""
         with self._guarded():
             numbers = {
                 tag: float(value)
@@ -170,9 +169,8 @@ class _TensorBoard:
 
 
 class _MLflow:
-    """One MLflow run with the curves "SITE/loss".
-
-    Without a URI it is at MLFLOW_TRACKING_URI, else in the run's folder.
+    """One MLflow run with the curves "SITE/loss", at the URI, else at MLFLOW_TRACKING_URI, else in
+    the run's folder.
     """
 
     def __init__(self, folder: Path | None, experiment: str, name: str, target: str):
@@ -204,9 +202,8 @@ class _MLflow:
 
 
 class _Wandb:
-    """One W&B run with the curves "SITE/loss", in the run's folder.
-
-    It sends nothing unless the environment's WANDB_MODE says so.
+    """One W&B run with the curves "SITE/loss", in the run's folder; it sends nothing unless the
+    environment's WANDB_MODE says so.
     """
 
     def __init__(self, folder: Path | None, experiment: str, name: str, target: str):

@@ -89,7 +89,8 @@ class LocalExchange:
 def send(connection: Connection, words: JsonDict, message: Message) -> None:
     """Send a message, and JSON values beside it, to another process, which calls `receive`.
 
-    OSError if the process is gone.
+    Raises:
+        OSError: the process is gone.
     """
     # safetensors changes the order.
     names = {entry: list(state) for entry, state in message.states.items()}
@@ -101,7 +102,8 @@ def send(connection: Connection, words: JsonDict, message: Message) -> None:
 def receive(connection: Connection) -> tuple[JsonDict, Message]:
     """The next message, and the JSON values beside it.
 
-    EOFError if the other process has closed the connection.
+    Raises:
+        EOFError: the other process has closed the connection.
     """
     header = json.loads(connection.recv_bytes())
     tensors = load(connection.recv_bytes())
@@ -208,8 +210,8 @@ class ForkedExchange(LocalExchange):
         return here
 
     def _work(self, parent: int, *arguments: Any) -> None:
-        """The site's process, which ends with its parent. It works in a new thread: torch's other
-        threads belong to the one that forked, and are not in this process.
+        """Run the site's process, which ends with its parent. It works in a new thread: torch's
+        other threads belong to the process that forked, and are missing in this one.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -220,7 +222,7 @@ class ForkedExchange(LocalExchange):
         os._exit(0)
 
     def _serve(self, site: str, connection: Connection, inherited: Iterable[Connection]) -> None:
-        """Step after step, until the parent closes the connection."""
+        """Reply to one step after the other until the parent closes the connection."""
         for of_the_parent in inherited:
             of_the_parent.close()
         with suppress(BaseException):
@@ -244,7 +246,8 @@ class ForkedExchange(LocalExchange):
 
 @contextmanager
 def threads_of_a_site() -> Iterator[None]:
-    """Inside, this process and its forks compute on OMP_NUM_THREADS threads, by default one.
+    """Within the context, this process and its forks compute on OMP_NUM_THREADS threads, by default
+    one.
 
     The number of threads decides the order of sums, hence the last bits: it must not depend on the
     number of workers.

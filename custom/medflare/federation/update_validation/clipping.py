@@ -88,10 +88,8 @@ def scales(
 def absurd(
     squares: State, sizes: Mapping[str, int], image_counts: Sequence[float]
 ) -> dict[int, str]:
-    """Site's index -> the tensor that moved more than 30 times its usual length, with the factor;
-    running statistics may.
-
-    Arguments as of `scales`.
+    """Site's index -> a tensor that moved more than 30 times its usual length, with the factor;
+    running statistics are not checked. Arguments as of `scales`.
     """
     reasons: dict[int, str] = {}
     for names, lengths, usual, _ in _parts(squares, sizes, image_counts):
@@ -109,8 +107,8 @@ def absurd(
 def _parts(
     squares: State, sizes: Mapping[str, int], image_counts: Sequence[float]
 ) -> Iterator[tuple[list[str], Tensor, Tensor, Tensor]]:
-    """Of weights, then of running statistics: names, lengths and usual lengths of tensors,
-    (tensors, K), and usual length of all, (K,).
+    """Names of tensors, their lengths and usual lengths, (tensors, K), and the usual length of all,
+    (K,): first of weights, then of running statistics.
     """
     for running in (False, True):
         names = [name for name in squares if name.endswith(_STATISTICS) == running]
@@ -125,7 +123,7 @@ def _parts(
 
 
 def _scale(lengths: Tensor, usual: Tensor, limit: float) -> Tensor:
-    """usual / length where an update is longer than so many times the usual length, else 1; 1 if no
+    """usual / length where an update is longer than `limit` times the usual length, else 1; 1 if no
     other site moved.
     """
     long = (lengths > limit * usual) & (usual > 0)
@@ -133,8 +131,8 @@ def _scale(lengths: Tensor, usual: Tensor, limit: float) -> Tensor:
 
 
 def clipped(reply: Message, sent: Message, entry: str, factors: Mapping[str, float]) -> Message:
-    """A reply with w_sent + factor (w - w_sent) for tensors with a factor below 1; between two
-    variances is a variance.
+    """A reply with w_sent + factor (w - w_sent) for tensors with a factor below 1; variances stay
+    variances, between the two.
     """
     state = dict(reply.states[entry])
     for name, factor in factors.items():
@@ -146,8 +144,8 @@ def clipped(reply: Message, sent: Message, entry: str, factors: Mapping[str, flo
 
 
 def reason(entry: str, factors: Mapping[str, float], tensors: int) -> str:
-    """What was clipped in one site's update of an entry with so many tensors, one line; `factors`
-    are those below 1.
+    """What was clipped in one site's update of an entry with so many tensors, in one line;
+    `factors` are those below 1.
     """
     if 2 * len(factors) > tensors:
         what = entry

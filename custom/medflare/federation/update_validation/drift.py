@@ -1,5 +1,5 @@
-"""Drift: a site that moves the model round after round in a direction of its own, each time by no
-more than is usual.
+"""Drift: a site moves the model round after round in a direction of its own, each time by no more
+than is usual.
 
 The server keeps a sample of the coordinates of every site's last updates, never whole updates.
 """
@@ -33,15 +33,15 @@ Sketches = dict[str, dict[str, Tensor]]  # entry -> site -> sampled coordinates 
 
 @dataclass
 class DriftMemory:
-    """The last sampled updates of every site, for each phase and entry; `memory` is all of it, for
-    a checkpoint.
+    """The last sampled updates of every site, for each phase and entry; `memory` holds them for a
+    checkpoint.
     """
 
     seed: int
     memory: Message = field(default_factory=Message)
 
     def usual_length(self, phase: str, entry: str) -> float:
-        """The largest median of a step's lengths so far, of two the smaller; 0 if there is none."""
+        """The largest of all steps' lower medians of lengths so far; 0 if there is none."""
         return float(self.memory.meta.get(f"{phase}/{entry} length", 0.0))
 
     def note_lengths(self, phase: str, entry: str, lengths: Sequence[float]) -> None:
@@ -52,8 +52,8 @@ class DriftMemory:
     def sketch(
         self, phase: str, entry: str, replies: Messages, sent: Messages, salt: str
     ) -> dict[str, Tensor]:
-        """Site -> coordinates of its update, each times sqrt(size / sample) of its tensor, so that
-        lengths are estimated without bias.
+        """Site -> sampled coordinates of its update, each times sqrt(size / sample) of its tensor,
+        so that lengths are estimated without bias.
 
         Args:
             replies: site -> its message with the entry.
@@ -80,8 +80,8 @@ class DriftMemory:
     def drifting(
         self, phase: str, sketches: Sketches, image_counts: ImageCounts
     ) -> tuple[Reasons, Reasons]:
-        """Sites whose last updates, with the present one, are a drift, with the reason: long ones,
-        which are not used, and others.
+        """The sites whose last updates, with the present one, are a drift, with the reason: those
+        with long drifts, whose updates are rejected, and the others.
         """
         long: Reasons = {}
         others: Reasons = {}
@@ -107,7 +107,7 @@ class DriftMemory:
         return long, others
 
     def remember(self, phase: str, sketches: Sketches) -> None:
-        """Keep the updates of a finished step."""
+        """Store the updates of a finished step."""
         for entry, present in sketches.items():
             state = self.memory.states.setdefault(f"{phase}/{entry}", {})
             for site, sketch in present.items():

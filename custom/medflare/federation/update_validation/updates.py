@@ -1,6 +1,5 @@
-"""Update validation.
-
-What the server does with replies to a method's phase before it aggregates them.
+"""Update validation: what the server does with replies to a method's phase before it aggregates
+them.
 
 A reply is rejected if it differs from the phase's declaration, is not finite, has other counts than
 at enrollment, or is much longer than the others' updates, or if it and its site's last ones add up
@@ -43,10 +42,11 @@ OPPOSITE = -0.3
 class Validated:
     """What validation makes of the replies to a phase.
 
-    Usable replies in sorted site order; site -> why a reply is not usable;
-    site -> why a usable one is suspicious.
-
-    `sketches` are for `DriftMemory.remember`, once the step is finished.
+    Attributes:
+        accepted: usable replies in sorted site order.
+        rejected: site -> why its reply is not usable.
+        suspicious: site -> why its usable reply is suspicious.
+        sketches: for `DriftMemory.remember`, once the step is finished.
     """
 
     accepted: dict[str, Message]
@@ -57,7 +57,7 @@ class Validated:
 
 @dataclass(frozen=True)
 class _Updates:
-    """One entry of all replies."""
+    """The updates of one entry in all replies."""
 
     sites: list[str]
     image_counts: list[float]  # training images of the sites
@@ -83,7 +83,7 @@ class _Updates:
 
 
 def exchange_name(step: Step) -> str:
-    """The exchange of a round whose updates are compared over the rounds."""
+    """The name of the exchange of a round whose updates are compared over the rounds."""
     return f"{step.phase}/{step.part}"
 
 
@@ -96,9 +96,8 @@ def validate_replies(
     *,
     strict: bool,
 ) -> Validated:
-    """Check every reply against its declaration and its site's counts; clip long updates.
-
-    The updates are checked against each other.
+    """Check every reply against its declaration, its site's counts and the other updates; clip long
+    updates.
 
     Args:
         context: of the server algorithm, with the phase's declaration and what the sites enrolled
@@ -238,9 +237,9 @@ def _updates(
 def _clip(
     updates: Mapping[str, _Updates], accepted: dict[str, Message], outgoing: Messages
 ) -> Reasons:
-    """Clip long updates in `accepted` (see `clipping.scales`); site -> what was clipped.
+    """Clip long updates in `accepted` (see `clipping.scales`); return site -> what was clipped.
 
-    Two sites have no majority.
+    Updates of two sites are not clipped: they have no majority.
     """
     reasons: Reasons = {}
     for entry, update in updates.items():
@@ -259,12 +258,12 @@ def _clip(
 def _too_long(
     updates: Mapping[str, _Updates], usual: Mapping[str, float]
 ) -> tuple[Reasons, Reasons]:
-    """Sites whose update of some entry is much longer than the others', with the reason; and the
-    others where that is one, since either can be wrong.
+    """The sites whose update of some entry is much longer than the others', with the reason; and,
+    of two sites, the other one, since either can be wrong.
 
-    That is longer than ten times the median of the others that moved, of two a hundred times. A
-    gradient is a hundred times longer than both this median and the `usual` length of the entry:
-    those of sites that have learnt all vanish.
+    Too long is more than ten times the median of the others that moved, of two sites a hundred
+    times. A gradient is too long if it exceeds both this median and the `usual` length of the entry
+    a hundred times: the gradients of sites that have learnt all vanish.
 
     A site with r times the others' median count of training images takes more steps: it has r times
     this limit, at most a hundred.
@@ -307,10 +306,10 @@ def _too_long(
 
 
 def _against_the_others(updates: Mapping[str, _Updates]) -> Reasons:
-    """The sites whose update points against those of the others, where these agree.
+    """The sites whose update points against those of the others, if the others agree.
 
     Once sites with different patients have converged, their updates add up to zero: each points
-    against the sum of the others, which point apart.
+    against the sum of the others, which do not agree.
     """
     reasons: Reasons = {}
     for entry, update in updates.items():
@@ -347,9 +346,8 @@ def cosines_to_the_others(products: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def drop_invalid_metrics(reply: Message) -> dict[str, tuple[str, str]]:
-    """Set validation values that no metric can have to None, in place.
-
-    Returns model -> (kind of event, problem).
+    """Set validation values that no metric can have to None, in place; return model -> (kind of
+    event, problem).
 
     Such a value costs the site its vote in model selection, not its update.
     """
