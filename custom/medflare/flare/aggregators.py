@@ -82,9 +82,8 @@ class MethodAggregator(ModelAggregator):
         return aggregation
 
     def accept(self, shareable: Shareable, fl_ctx: FLContext) -> bool:
-        """Whether the model is used; scatter and gather calls this.
-
-        An exception here would end the round for all sites.
+        """Whether the model is used; scatter and gather calls this, and an exception here would end
+        the round for all sites.
         """
         try:
             return super().accept(shareable, fl_ctx)
@@ -203,15 +202,13 @@ def own_part(joined: "Mapping[str, Tensor]", site: str) -> "StateDict":
 
 
 class OwnPartFilter(Filter):
-    """Hands each site its own part of an aggregated model.
-
-    A server-side task-data filter for FLARE's own workflows.
+    """A server-side task-data filter for FLARE's own workflows that gives each site its own part of
+    an aggregated model.
     """
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """The task's data with the part of the receiving site.
-
-        A model without parts stays as it is.
+        """The task's data with the part of the receiving site; a model without parts stays as it
+        is.
         """
         dxo = from_shareable(shareable)
         if dxo.data_kind != DataKind.WEIGHTS or not any(_SEPARATOR in name for name in dxo.data):
@@ -221,9 +218,8 @@ class OwnPartFilter(Filter):
 
 
 def _mean_metrics(models: "Mapping[str, SiteModel]") -> dict[str, float] | None:
-    """Mean of each number that all sites report, weighted by samples.
-
-    It is unweighted if no site reports samples.
+    """Mean of each number that all sites report, weighted by samples, or unweighted if no site
+    reports samples.
     """
     samples = [model.samples for model in models.values()]
     weights = samples if any(samples) else None

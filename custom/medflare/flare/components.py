@@ -8,15 +8,13 @@ from medflare.flare.job_policy import JobComponents  # noqa: F401
 
 
 class UnfinishedJobs(FLComponent):
-    """When the server starts again, marks jobs that a killed server left as running.
+    """A component of the server that marks jobs that a killed server left as running
+    FINISHED:ABANDONED.
 
-    They become FINISHED:ABANDONED.
-
-    FLARE would call them running for ever. A component of the server: one line in its
-    local/resources.json.
+    FLARE would call them running for ever. It is one line in the server's local/resources.json.
     """
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """When the server starts, no job has a process."""
+        """Mark the jobs when the server starts, as no job has a process then."""
         if event_type == EventType.SYSTEM_BOOTSTRAP:
             fl_ctx.get_engine().job_runner.update_unfinished_jobs(fl_ctx)

@@ -1,6 +1,5 @@
-"""The server's part under FLARE.
-
-It builds the run that a job describes, and connects its schedule to FLARE's tasks and events.
+"""The server's part under FLARE, which builds the run that a job describes, and connects its
+schedule to FLARE's tasks and events.
 
 The imports at the top are light: in the simulator this process imports torch while FLARE starts the
 sites.
@@ -55,9 +54,8 @@ _LATE_EVENTS = 20  # of a site at most: how often it replies to closed steps is 
 
 @dataclass(eq=False, repr=False)
 class MedflareController(Controller):
-    """Runs a federation: enrollment, the method's rounds, final models and evaluation.
-
-    It writes the results to the job's folder.
+    """Runs a federation (enrollment, the method's rounds, final models and evaluation) and writes
+    the results to the job's folder.
 
     An argument that is not described here is a field of `federation.settings.RunSettings`. FLARE
     writes a job's arguments from the parameters of the class and the attributes of these names.
@@ -136,7 +134,7 @@ class MedflareController(Controller):
         result: Shareable,
         fl_ctx: FLContext,
     ) -> None:
-        """A reply came after its step was closed: record an event; the reply is not used."""
+        """Record an event for a reply that came after its step was closed; it is not used."""
         self._late[client.name] += 1
         if self._late[client.name] <= _LATE_EVENTS:
             self._events.add(
@@ -146,9 +144,8 @@ class MedflareController(Controller):
             )
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        """The whole federation.
-
-        A failure ends the job as failed, with its reason on one line and in results.json.
+        """Run the whole federation; a failure ends the job as failed, with its reason on one line
+        and in results.json.
         """
         from medflare.evaluation.console import results_table
         from medflare.evaluation.results import FAILED
@@ -244,9 +241,8 @@ class MedflareController(Controller):
         )
 
     def _refused(self, error: Exception, fl_ctx: FLContext) -> JsonDict:
-        """Write and return the results of a job that cannot become a run; they say why.
-
-        Any setting of the job may be wrong.
+        """Write and return the results of a job that cannot become a run, with the reason; any
+        setting of the job may be wrong.
         """
         from medflare.evaluation.report import write_results
         from medflare.evaluation.results import UNKNOWN, RunRecord, SiteRecord
@@ -315,13 +311,12 @@ class MedflareController(Controller):
         return Path(workspace.get_app_config_dir(fl_ctx.get_job_id())) / TASK_FILE
 
     def _results_folder(self, fl_ctx: FLContext) -> Path:
-        """FLARE packs it with the job's folder for download."""
+        """The folder of the results, which FLARE packs with the job's folder for download."""
         return Path(fl_ctx.get_workspace().get_run_dir(fl_ctx.get_job_id())) / FOLDER
 
     def _checkpoints(self, fl_ctx: FLContext) -> Iterator[Path]:
-        """Folders of checkpoints: of this job and, if it resumes one, of the interrupted job.
-
-        FLARE does not pack them.
+        """Folders of checkpoints, which FLARE does not pack: of this job and, if it resumes one, of
+        the interrupted job.
         """
         folder = Path(fl_ctx.get_workspace().get_root_dir()) / FOLDER
         for job in (fl_ctx.get_job_id(), self.resume):
@@ -329,9 +324,8 @@ class MedflareController(Controller):
                 yield folder / checked_job_id(job)
 
     def _start_host(self, fl_ctx: FLContext) -> None:
-        """In the simulator: start the host of the sites' workers.
-
-        Without a host each site's process computes itself.
+        """In the simulator, start the host of the sites' workers; without it each site's process
+        computes itself.
         """
         limit_spinning(os.environ)
         method = self.site_algorithm or str(getattr(self._aggregator(fl_ctx), "method_name", ""))
@@ -343,9 +337,8 @@ class MedflareController(Controller):
             )
 
     def _on_message(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
-        """A site is alive, or asks for work.
-
-        Then the answer waits until there is some (long polling).
+        """Note that a site is alive; if it asks for work, wait until there is some before answering
+        (long polling).
         """
         site = fl_ctx.get_peer_context().get_identity_name()
         if self._exchange is not None and site in self._exchange.members():

@@ -1,6 +1,5 @@
-"""A site's part as FLARE executors.
-
-There is a class for the method of each paper, so that a job shows what it runs.
+"""A site's part as FLARE executors: a class for the method of each paper, so that a job shows what
+it runs.
 
 The imports at the top are light. In FLARE's simulator they are all there is: the participants are
 in other processes (`simulator`). In a site's own process a thread imports torch, MONAI and the
@@ -124,9 +123,8 @@ class MedflareExecutor(Executor):
     def execute(
         self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
     ) -> Shareable:
-        """The reply to one task.
-
-        Any error becomes a reply of one line, without the name of an image or a patient.
+        """The reply to one task; any error becomes a reply of one line, without the name of an
+        image or a patient.
         """
         self._abort_signal = abort_signal
         round = shareable.get_header(AppConstants.CURRENT_ROUND, 0)
@@ -201,9 +199,8 @@ class MedflareExecutor(Executor):
 
 
 def _started_by_flare() -> bool:
-    """Whether FLARE started this process.
-
-    Other processes make executors only to write them into a job.
+    """Whether FLARE started this process; other processes make executors only to write them into a
+    job.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec is not None and spec.name.startswith("nvflare.private.")

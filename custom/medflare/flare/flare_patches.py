@@ -36,9 +36,8 @@ _POLL_TIMEOUT = 30.0  # seconds; FLARE waits 300 s for the answer to a poll
 
 
 class _RefusedFormat(ConfigLoader):
-    """Stands where FLARE has a parser of HOCON or YAML.
-
-    Both can read other files and environment variables, HOCON also URLs.
+    """Replaces FLARE's parser of HOCON or YAML; both can read other files and environment
+    variables, HOCON also URLs.
     """
 
     def load_config(self, file_path: str) -> NoReturn:
@@ -79,7 +78,7 @@ _OF_KITS = ("startup", "local")
 def _search_kits_only(
     init_file_path: str, search_dirs: Any = None, target_fmt: ConfigFormat | None = None
 ) -> tuple[ConfigFormat | None, str | None]:
-    """As FLARE's function, with the folders of a kit in place of the kit."""
+    """As FLARE's function, but with the folders of a kit instead of the whole kit."""
     folders = [search_dirs] if isinstance(search_dirs, str) else search_dirs or []
     is_name = not PurePath(init_file_path).parent.parts
     if not folders and is_name:
@@ -95,9 +94,8 @@ def _search_kits_only(
 
 
 def share_cleanup_thread() -> None:
-    """Let one thread remove all received streams of this process.
-
-    FLARE starts a timer thread of 65 s for each.
+    """Let one thread remove all received streams of this process; FLARE starts a timer thread of 65
+    s for each.
     """
     RxTask._schedule_remove_task = _schedule_remove_task
 
@@ -133,19 +131,18 @@ class _ClientTasks(dict[str, Any]):
 
 
 def survive_resends(communicator: Any) -> None:
-    """Keep FLARE's task monitor alive when a site fetches its task twice.
+    """Keep FLARE's task monitor alive when a site fetches its task twice, after a lost answer or a
+    restart.
 
-    A site does so after a lost answer or a restart; the monitor would end by a KeyError.
-
-    Without it FLARE keeps each later task and its model, and notices no dead site.
+    Otherwise the monitor ends by a KeyError: FLARE then keeps each later task and its model, and
+    notices no dead site.
     """
     communicator._client_task_map = _ClientTasks(communicator._client_task_map)
 
 
 def notice_lost_answers(fl_ctx: FLContext) -> None:
-    """Let a site poll again 30 s after an answer was lost, instead of 300 s.
-
-    An answer is lost, for example, in a cut network.
+    """Let a site poll again 30 s after an answer was lost, for example in a cut network, instead of
+    300 s.
     """
     fl_ctx.get_engine().client.communicator.timeout = _POLL_TIMEOUT
 
@@ -158,9 +155,9 @@ def keep_ports_apart() -> None:
 
 
 def look_often() -> None:
-    """If this is a simulator, have it look for a site's process, and for work, every 0.1 s in place
-    of every second: with fewer threads than sites it starts a process for each task. Its end, when
-    all sites have ended, waits as long in place of 3 s.
+    """If this is a simulator, have it look for a site's process, and for work, every 0.1 s instead
+    of every second, since with fewer threads than sites it starts a process for each task. Its end,
+    when all sites have ended, waits as long instead of 3 s.
     """
     runner = sys.modules.get(_SIMULATOR)
     if runner:
@@ -169,7 +166,7 @@ def look_often() -> None:
 
 
 def end_soon(server: "FederatedServer") -> None:
-    """Have a simulator's server look every 0.3 s, in place of 3 s, whether its job has ended."""
+    """Have a simulator's server look every 0.3 s, instead of 3 s, whether its job has ended."""
     server.check_engine_frequency = 0.3
 
 
@@ -185,7 +182,7 @@ def connect_sites_by_files() -> None:
 
 
 class _SitesProcesses:
-    """Stands where the simulator has the module `subprocess`."""
+    """Replaces the simulator's module `subprocess`."""
 
     TimeoutExpired = subprocess.TimeoutExpired
 
@@ -197,7 +194,7 @@ class _SitesProcesses:
         return Client(str(Path(self._folders[address[1]], "socket")), "AF_UNIX")
 
     def Popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:  # noqa: N802
-        """The process of a site: ours in place of FLARE's simulator_worker."""
+        """The process of a site, which runs our file instead of FLARE's simulator_worker."""
         python, _, _, *arguments = command
         folder = tempfile.mkdtemp(prefix="medflare-")
         self._folders[int(arguments[arguments.index("--port") + 1])] = folder
@@ -210,8 +207,8 @@ class _SitesProcesses:
 def quiet_ports(number: int) -> list[int]:
     """Different free ports below those that the system hands out.
 
-    Bound, never listened on: FLARE's forks would inherit a listening socket, and a site that
-    connects to it is reset.
+    They are bound, but never listened on: FLARE's forks would inherit a listening socket, and a
+    site that connects to it is reset.
     """
     ports: set[int] = set()
     draw = random.SystemRandom()  # no seed: two simulators must not draw the same ports

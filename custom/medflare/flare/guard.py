@@ -51,9 +51,8 @@ _LONGEST = 1000  # characters of a failed task's reason, and of a header
 
 
 class OutboundGuard(Filter):
-    """Task-result filter: sends what the method declares and the site allows.
-
-    It records in outbound.csv what it sends.
+    """A task-result filter that sends what the method declares and the site allows, and records it
+    in outbound.csv.
 
     What is sent is built anew from what was checked: tensors and metadata, or a failed task's
     return code and one line. No other key or header of the Shareable and no metadata of a DXO is
@@ -153,7 +152,7 @@ def validate_tensors(message: "Message", manifest: "Manifest", limits: OutboundL
     """Raise if the message holds anything but what is declared, or more than the site allows.
 
     Raises:
-        UpdateError: says what.
+        UpdateError: with what is wrong.
     """
     from medflare.federation.protocol import state_problem, violation
 
@@ -211,7 +210,9 @@ def plain_meta(meta: Json, declared: "tuple[MetaSpec, ...]", site: str) -> JsonD
 
 
 def _check_headers(shareable: Shareable) -> None:
-    """Headers are not sent; large ones show that something tries to send data past the filters."""
+    """Raise for large headers: headers are not sent, but large ones show that something tries to
+    send data past the filters.
+    """
     for name, value in shareable.get(ReservedHeaderKey.HEADERS, {}).items():
         length = len(str(value))
         if not isinstance(value, (str, int, float, bool, type(None))) or length > _LONGEST:
@@ -248,7 +249,7 @@ def _one_line(text: str) -> str:
 def _rows(
     message: "Message", manifest: "Manifest", declared: "tuple[MetaSpec, ...]"
 ) -> list[JsonDict]:
-    """A row of outbound.csv for each entry and for each item of the metadata."""
+    """The rows of outbound.csv for each entry and each item of the metadata."""
     from medflare.core.states import state_bytes
     from medflare.federation.builtin_messages import EVENTS
 

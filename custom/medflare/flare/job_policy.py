@@ -72,7 +72,7 @@ SIGNATURES = (NVFLARE_SIG_FILE, NVFLARE_SUBMITTER_CRT_FILE)
 
 
 class JobComponents(FLComponent, AppValidator):
-    """Refuses jobs that name what the party does not list, and FLARE's building of it.
+    """Refuses jobs that name what the party does not list, and keeps FLARE from building it.
 
     FLARE makes it in the process of the party and in that of each job, before either reads a job's
     configuration.
@@ -103,7 +103,7 @@ class JobComponents(FLComponent, AppValidator):
         return reason, {}
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Before FLARE builds a component of a job: refuse it, or record that it is built.
+        """Before FLARE builds a component of a job, refuse it, or record that it is built.
 
         Raises:
             UnsafeComponentError: it is refused; FLARE then ends the job.
@@ -198,12 +198,11 @@ def foreign_method_module(method: str) -> str:
 
 
 def refuse_result_filters(fl_ctx: FLContext) -> None:
-    """Raise if the job names task-result filters for this site.
-
-    FLARE would run them after the site's own.
+    """Raise if the job names task-result filters for this site, which FLARE would run after the
+    site's own.
 
     Raises:
-        ConfigError: it does; the error names their classes.
+        ConfigError: the job names some; the error names their classes.
     """
     tables = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "task_result_filters", None) or {}
     classes: set[str] = set()
@@ -218,9 +217,8 @@ def refuse_result_filters(fl_ctx: FLContext) -> None:
 
 
 def brings_code(fl_ctx: FLContext) -> bool:
-    """Whether FLARE has found code in the job (app/custom/).
-
-    Then the party's authorization.json has allowed it.
+    """Whether FLARE has found code in the job (app/custom/), which the party's authorization.json
+    has then allowed.
     """
     meta = fl_ctx.get_prop(FLContextKey.JOB_META)
     return isinstance(meta, Mapping) and bool(meta.get(AppValidationKey.BYOC))
@@ -294,10 +292,7 @@ def _texts(config: Any) -> Iterator[str]:
 
 
 def _refusal(path: Any, allowed: Collection[str]) -> str:
-    """Why a component may not be built; "" if it may.
-
-    Only a listed class is imported.
-    """
+    """Why a component may not be built, "" if it may; only a listed class is imported."""
     if path not in allowed:
         return (
             f"component {_named(path, 'without a plain name')} refused: "
@@ -322,7 +317,7 @@ def _extension_refusal(config: Any, task: Path, workspace: Workspace) -> str:
 
 
 def _configured(config: Any) -> Iterator[tuple[str, str, str]]:
-    """As `_extensions_of`, for the arguments of a configuration's components."""
+    """The items of `_extensions_of`, for the arguments of a configuration's components."""
     parts: Iterable[Any] = ()
     if isinstance(config, Mapping):
         for key, value in config.items():
@@ -339,9 +334,8 @@ def _configured(config: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def _component_paths(config: Any, inside: bool = False) -> Iterator[Any]:
-    """What a job's configuration has FLARE build.
-
-    These are components, workflows, executors and filters, and those in their arguments.
+    """What a job's configuration has FLARE build: components, workflows, executors and filters, and
+    those in their arguments.
     """
     if isinstance(config, Mapping):
         if "path" in config or "class_path" in config or (inside and "name" in config):
@@ -371,9 +365,8 @@ def _allow_list(workspace: Workspace) -> list[str]:
 
 
 def _audit(workspace: Workspace, name: str, job: str, action: str, text: str) -> None:
-    """Write a line to the party's audit.log.
-
-    In a container it is the one in the job's folder, which alone outlives the job.
+    """Write a line to the party's audit.log; in a container to the one in the job's folder, which
+    alone outlives the job.
     """
     has_container = in_container(Path(workspace.get_run_dir(job)))
     auditor = Auditor(workspace.get_audit_file_path(job if has_container else None))
@@ -392,5 +385,7 @@ def _named(name: Any, otherwise: str) -> str:
 
 
 def _unreadable(error: Exception) -> str:
-    """A refusal for an error, without its text: that may repeat values of the party's files."""
+    """A refusal for an error, without the error's text, which may repeat values of the party's
+    files.
+    """
     return f"component configuration refused: it cannot be read ({type(error).__name__})"

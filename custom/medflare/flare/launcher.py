@@ -1,6 +1,5 @@
-"""A site's job launcher: starts a job process again if a signal kills it.
-
-The signal may come from a lack of memory, a batch system or a person.
+"""A site's job launcher: starts a job process again if a signal kills it, for example for a lack of
+memory, by a batch system or a person.
 
 FLARE's own launcher reports a killed process as failed, and the server ends the job for all sites.
 Here the process is started again a few times; the site's state is on disk, so the new process
@@ -35,9 +34,8 @@ class RestartingHandle(JobHandleSpec):
         self._process.terminate()
 
     def poll(self) -> str | int:
-        """FLARE's return code; UNKNOWN for a killed process.
-
-        FLARE does not take UNKNOWN for a failure of the job.
+        """FLARE's return code; UNKNOWN for a killed process, which FLARE does not take for a
+        failure of the job.
         """
         if self._killed():
             return JobReturnCode.UNKNOWN

@@ -1,6 +1,5 @@
-"""Heartbeats and requests for work, which show the server that a site is alive.
-
-`task_exchange` has the server's record of them.
+"""Heartbeats and requests for work, which show the server that a site is alive; `task_exchange` has
+the server's record of them.
 
 FLARE's own heartbeat reaches no controller and is missing in its simulator; FLARE's polls for tasks
 come at fixed intervals. A site therefore sends a heartbeat every two seconds while it has a task.
@@ -30,9 +29,8 @@ _UNANSWERED = (ReturnCode.COMMUNICATION_ERROR, ReturnCode.TIMEOUT)
 
 
 class Heartbeat:
-    """Tells the server that the site is alive.
-
-    It does so from the poll that brings a task until the reply has been sent.
+    """Tells the server that the site is alive, from the poll that brings a task until the reply has
+    been sent.
     """
 
     def __init__(self) -> None:
@@ -61,9 +59,8 @@ class Heartbeat:
 
 
 def wait_for_work(fl_ctx: FLContext) -> None:
-    """Return when the server has a task for this site, or has none for now.
-
-    While the network is cut, wait for it to come back.
+    """Wait until the server has a task for this site, or has none for now; while the network is
+    cut, wait up to a minute for it.
     """
     notice_lost_answers(fl_ctx)
     deadline = time.monotonic() + _UNREACHABLE

@@ -1,7 +1,5 @@
-"""Messages as FLARE sends them.
-
-A message is a COLLECTION DXO with one WEIGHTS DXO for each state and one METRICS DXO for the
-metadata.
+"""Messages as FLARE sends them: a COLLECTION DXO with one WEIGHTS DXO for each state and one
+METRICS DXO for the metadata.
 
 Everything that holds tensors is in a DXO, so that a hospital's privacy filters reach it; headers
 hold the return code and, for a failed task, one line of text. Tensors are sent as numpy arrays,
@@ -100,9 +98,8 @@ def _packed(entry: str, state: Mapping[str, Any]) -> DXO:
 
 
 def _unpacked(entry: str, part: DXO) -> dict[str, "Tensor"]:
-    """The state that `_packed` packed.
-
-    A filter may have replaced arrays by numpy scalars or torch tensors.
+    """The state that `_packed` packed, of which a filter may have replaced arrays by numpy scalars
+    or torch tensors.
 
     Raises:
         UpdateError: a value is something else.
@@ -141,9 +138,8 @@ def register_decomposers() -> None:
 
 
 def register_tensors() -> None:
-    """Let FLARE read torch tensors, which a filter or another client may send.
-
-    For an unknown type FLARE ends the whole job.
+    """Let FLARE read torch tensors, which a filter or another client may send: for an unknown type
+    FLARE ends the whole job.
     """
     from nvflare.app_opt.pt.decomposers import TensorDecomposer
 
@@ -151,9 +147,8 @@ def register_tensors() -> None:
 
 
 def to_bytes(shareable: Shareable) -> bytes:
-    """The data of a task or of its reply in FLARE's serialisation; `fobs.loads` reads it.
-
-    FLARE's headers are left out.
+    """The data of a task or of its reply, without FLARE's headers, in FLARE's serialisation;
+    `fobs.loads` reads it.
     """
     return fobs.dumps(_collection(shareable).to_shareable())
 
@@ -179,9 +174,8 @@ def error_text(shareable: Shareable, code: str) -> str:
 
 
 def outward(error: BaseException, phase: str, round: int) -> str:
-    """The text of an error that may leave the site.
-
-    It holds nothing that may name an image or a patient, and no folder.
+    """The text of an error as it may leave the site: without a folder, or anything that may name an
+    image or a patient.
 
     Examples:
         >>> outward(MedflareError("/srv/kit/local/medflare.json: not JSON"), "enrol", 0)
@@ -200,7 +194,7 @@ def outward(error: BaseException, phase: str, round: int) -> str:
 
 
 def disk_is_full(error: BaseException) -> bool:
-    """Whether an error, or the one that led to it, says that there is no space or no more quota."""
+    """Whether an error, or the one that led to it, says that the disk or the quota is full."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     earlier = error.__cause__ or error.__context__

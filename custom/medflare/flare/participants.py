@@ -77,7 +77,7 @@ class ParticipantSpec:
         """The site's participant; it reads its data when the first task needs them.
 
         Args:
-            share_model: as the site's own setting.
+            share_model: whether the personal model may leave, as by the site's own setting.
 
         Raises:
             ConfigError: the task, the method or the site's local settings are wrong.
@@ -117,7 +117,7 @@ class ParticipantSpec:
             )
 
         def record() -> DataRecord | None:
-            """Of the data folder; None for generated images, or a site without secrets."""
+            """The data folder's record; None for generated images, or a site without secrets."""
             root = resolve_data_root(self.name, task, local.data_root)
             if root is None or not keeps_record:
                 return None
@@ -166,9 +166,8 @@ class ParticipantSpec:
         )
 
     def _resume(self, interrupted: Path) -> None:
-        """Copy the state of the interrupted job, once and atomically.
-
-        That job's own folder stays as it is.
+        """Copy the state of the interrupted job, once and atomically; that job's own folder stays
+        as it is.
         """
         if interrupted.exists() and not self.state_folder.exists():
             partial = self.state_folder.with_name(f".{STATE}")
@@ -186,8 +185,8 @@ class ResultContext(NamedTuple):
 
 
 def load_ahead(method: str, task_file: str = "") -> None:
-    """Import what a site needs of a method, and of a task if its file is given. What is unknown is
-    reported by the first task.
+    """Import what a site needs of a method, and of a task if its file is given. Errors are left to
+    the first task.
 
     A method of another distribution is not imported: the party has not been asked yet, see
     `job_policy.authorize`.
@@ -230,9 +229,8 @@ def checked_job_id(job: str) -> str:
 
 
 def anchor_data_root() -> None:
-    """Make a relative MEDFLARE_DATA_ROOT absolute.
-
-    FLARE changes the working directory, the shell's PWD stays.
+    """Make a relative MEDFLARE_DATA_ROOT absolute by the shell's PWD, as FLARE changes the working
+    directory.
     """
     path = os.environ.get(_DATA_ROOT)
     started_in = os.environ.get("PWD")

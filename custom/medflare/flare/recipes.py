@@ -33,7 +33,8 @@ _SITE_NAME = re.compile(r"[A-Za-z0-9_-]+")  # FLARE uses dots in the names of it
 
 
 class MedflareRecipe(Recipe):
-    """Any method by name; the subclasses below are FedAvg and the methods of the five papers.
+    """A federation of any method by name; the subclasses below are FedAvg and the methods of the
+    five papers.
 
     Args:
         task: preset name, JSON file, mapping or configuration.

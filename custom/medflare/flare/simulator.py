@@ -1,6 +1,5 @@
-"""The host process of FLARE's simulator, which computes for the sites.
-
-The sites' processes hand their tasks to forks of it, which have everything imported.
+"""The host process of FLARE's simulator: the sites' processes hand their tasks to forks of it,
+which have everything imported.
 
 FLARE starts a process for each site or, with fewer threads than sites, for each task. Importing
 torch and MONAI would cost each of them seconds. The controller therefore starts one host, `python
@@ -57,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 
 class HostClient:
-    """The host of one simulator, as the simulator's processes see it.
+    """The host of a simulator, for the simulator's processes.
 
     Args:
         simulator: process id of the simulator.
@@ -185,9 +184,8 @@ class Host:
             process.join()
 
     def _worker_for(self, request: bytes, connection: Connection) -> str:
-        """The address of the site's worker.
-
-        A request that differs from the worker's own needs another worker.
+        """The address of the site's worker; a request that differs from the worker's own gets
+        another worker.
         """
         site = json.loads(request)["spec"]["name"]
         if site in self._workers:
@@ -211,7 +209,9 @@ class Host:
 
 
 def _work(request: bytes, listener: socket.socket, host: int, inherited: Iterable[Any]) -> None:
-    """A worker: one connection after the other, until it is idle or the host has ended."""
+    """Run a worker: serve one connection after the other, until it is idle or the host has
+    ended.
+    """
     for of_the_host in inherited:
         of_the_host.close()
     content = json.loads(request)
@@ -262,15 +262,14 @@ class SiteWorker:
             connection.send_bytes(reply)
 
     def _aborted(self) -> bool:
-        """Whether the site's process has closed its end of the connection.
-
-        It sends nothing more, so its end becomes readable only then.
+        """Whether the site's process has closed its end of the connection: it sends nothing more,
+        so its end becomes readable only then.
         """
         return self._connection is None or self._connection.poll()
 
 
 def main(listener: socket.socket, simulator: int, method: str, task_file: str) -> None:
-    """The host: import, listen, fork, end with the simulator."""
+    """Run the host: import, listen, fork, end with the simulator."""
     from medflare.data.progress import print_lines
 
     folder = Path(listener.getsockname()).parent

@@ -12,7 +12,7 @@ SOCKET = "_MEDFLARE_SIMULATOR_SOCKET"  # environment variable: where the process
 
 
 class Clock:
-    """Stands where FLARE has the module `time`: waits at most 0.1 s between two looks."""
+    """Replaces FLARE's module `time`: waits at most 0.1 s between two looks."""
 
     time = staticmethod(time.time)
 

@@ -1,7 +1,6 @@
-"""One step under FLARE: a task for each site, and a wait for the replies.
+"""One step under FLARE: a task for each site, and a wait for the replies, which always ends.
 
-The wait always ends: a site replies, the step times out, or the site shows no sign of life
-(`liveness`).
+A site replies, the step times out, or the site shows no sign of life (`liveness`).
 """
 
 import math
@@ -93,9 +92,8 @@ class TaskExchange:
         self._closed = False
 
     def present(self, round: int) -> list[str]:
-        """Names of the sites that can be asked.
-
-        A lost site is present again once the server hears from it.
+        """Names of the sites that can be asked, among them a lost site from which the server hears
+        again.
 
         Raises:
             ConfigError: FLARE does not know an outside site.
@@ -137,15 +135,16 @@ class TaskExchange:
         return {site: missing.get(site) or _read(site_task) for site, site_task in tasks.items()}
 
     def heard_from(self, site: str) -> None:
-        """The server heard from the site just now."""
+        """Note that the server heard from the site just now."""
         self.heard[site] = time.monotonic()
         self._lost.discard(site)
 
     def wait_for_task(self, site: str, seconds: float) -> None:
-        """Return when the site has a new task, at the latest after `seconds`; at once if it waits
-        already, as each waiting request holds one of FLARE's threads.
+        """Return when the site, which asks for work and so has read its images, has a new task, at
+        the latest after `seconds`.
 
-        The site asks for work, so it has read its images.
+        Returns at once if the site waits already, as each waiting request holds one of FLARE's
+        threads.
         """
         with self._changed:
             self._not_ready.discard(site)
@@ -182,15 +181,14 @@ class TaskExchange:
         }
 
     def close(self) -> None:
-        """There are no more tasks: no site is kept waiting for one."""
+        """Note that there are no more tasks, so that no site is kept waiting for one."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def _timeout(self, step: Step) -> float:
-        """Seconds until the step is closed; 0: never.
-
-        It is never for the final models, whose evaluation may take long.
+        """Seconds until the step is closed; 0: never, as for the final models, whose evaluation may
+        take long.
         """
         if step.phase in (FINALIZE, CROSS_SITE):
             return 0.0
@@ -315,7 +313,7 @@ def read_reply(shareable: Shareable) -> SiteReply:
 
 
 def _read(site_task: _SiteTask) -> SiteReply:
-    """The site's reply; it is read once."""
+    """The site's reply, which is read once."""
     if site_task.shareable is not None:
         shareable = site_task.shareable
         site_task.shareable = None
@@ -338,9 +336,8 @@ def _name(step: Step) -> str:
 
 
 def _slow_sites(step: Step, tasks: Mapping[str, _SiteTask]) -> list[str]:
-    """A line for each site that has worked far longer than the slowest of those that are done.
-
-    The line comes again when the time has doubled.
+    """A line for each site that has worked far longer than the slowest of those that are done,
+    again when the time has doubled.
     """
     done = [site_task.seconds for site_task in tasks.values() if site_task.replied]
     slowest = max(done, default=math.inf)

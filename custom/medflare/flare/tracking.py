@@ -1,6 +1,5 @@
-"""The progress of a run, and the MLflow server that a job names.
-
-The progress is lines for the job's log and FLARE's job statistics.
+"""The progress of a run as lines for the job's log and FLARE's job statistics, and the MLflow
+server that a job names.
 """
 
 import threading
@@ -48,7 +47,7 @@ class Progress:
                 self._add(event_line(event), NOTED)
 
     def to_dict(self) -> JsonDict:
-        """The last lines as `lines`."""
+        """The last lines, under `lines`."""
         with self._lock:
             self.take_events()
             return {"lines": list(self._lines)}
@@ -72,7 +71,7 @@ def event_line(event: Event) -> str:
 
 
 class MLflowTracker(FLComponent):
-    """The job's setting `track` if it is "mlflow" or "mlflow=URI".
+    """A component with the job's setting `track` if it is "mlflow" or "mlflow=URI".
 
     A server whose class_allow_list lacks this class refuses such jobs.
     """

@@ -109,9 +109,8 @@ JOB_SETTINGS = tuple(item.name for item in fields(JobSettings))
 
 
 class FederationJob(FedJob):
-    """A federation as FLARE's own job object.
-
-    It can be exported, simulated, submitted or extended with components.
+    """A federation as FLARE's own job object, which can be exported, simulated, submitted or
+    extended with components.
 
     Raises:
         ConfigError: a method, a hyper-parameter or a setting is invalid.
@@ -160,10 +159,8 @@ class FederationJob(FedJob):
 def build_job(
     method: str, task: TaskConfig | str | Path | Json, *, out: Path | str, **settings: Any
 ) -> Path:
-    """Write a job folder.
-
-    It holds meta.json, app/config/{config_fed_server,config_fed_client,task}.json and, if wanted,
-    app/custom/.
+    """Write a job folder: meta.json, app/config/{config_fed_server,config_fed_client,task}.json
+    and, if wanted, app/custom/.
 
     Args:
         task: preset name, JSON file, mapping or configuration.
@@ -195,9 +192,8 @@ def build_job(
 
 
 def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
-    """Write the job that resumes an interrupted one.
-
-    It is a copy with the id of the interrupted job in its configuration.
+    """Write the job that resumes an interrupted one: a copy with the id of the interrupted job in
+    its configuration.
 
     Args:
         job: the job folder that was submitted.
@@ -239,9 +235,8 @@ def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
 
 
 def copy_package(folder: Path) -> Path:
-    """Copy the running package to `folder`/medflare and add a README; returns `folder`.
-
-    Compiled files are left out.
+    """Copy the running package, without compiled files, to `folder`/medflare and add a README;
+    returns `folder`.
     """
     package = Path(medflare.__file__).parent
     shutil.copytree(
@@ -253,9 +248,8 @@ def copy_package(folder: Path) -> Path:
 
 
 def _aggregator(method: Method, hyper: SplitHyper) -> MethodAggregator:
-    """The aggregator of the server algorithm.
-
-    Without one: that of a method with the same aggregation, else the general one.
+    """The aggregator of the server algorithm, else that of a method with the same aggregation, else
+    the general one.
     """
     name = method.algorithms[1]
     if name in AGGREGATORS:
@@ -281,9 +275,8 @@ def _executor(settings: JobSettings, method: Method, hyper: SplitHyper) -> Medfl
 
 
 def _transport(method: Method, task: TaskConfig, hyper: SplitHyper) -> dict[str, int]:
-    """FLARE's setting for tensors.
-
-    They are inside the message (0), or fetched afterwards in chunks of so many bytes.
+    """FLARE's setting for tensors: they are inside the message (0), or fetched afterwards in chunks
+    of so many bytes.
     """
     size = 0  # bytes of an update
     if method.trains:

@@ -1,6 +1,5 @@
-"""A person's session with the server of a federation.
-
-It lists jobs, finds them by name or id, and fetches their results.
+"""A person's session with the server of a federation, which lists jobs, finds them by name or id,
+and fetches their results.
 """
 
 import os
@@ -50,7 +49,7 @@ _WIDEST = 150  # letters of a column of a list
 
 
 class Unreachable(MedflareError):
-    """There is no connection to the server, or no longer."""
+    """The server cannot be reached, or no longer."""
 
 
 @contextmanager
@@ -58,7 +57,7 @@ def session(kit: Path) -> Iterator[Session]:
     """A session with the server, closed at the end of the block.
 
     Raises:
-        ConfigError: it is no startup kit of a person.
+        ConfigError: the kit is no startup kit of a person.
         Unreachable: the server cannot be reached, or no longer.
         MedflareError: the server refuses a request of the block.
     """
@@ -102,9 +101,8 @@ def jobs_of(connection: Session) -> list[Job]:
 
 
 def found_job(jobs: Sequence[Job], wanted: str) -> Job:
-    """A job by its id, the beginning of its id, or its name.
-
-    If several have the name, it is the newest that runs.
+    """A job by its id, the beginning of its id, or its name; the newest that runs if several have
+    the name.
 
     Raises:
         ConfigError: there is none, or several have the name and none of them runs.
@@ -200,9 +198,8 @@ def interrupted_job(kit: Path, wanted: str) -> str:
 
 
 def _has_process(connection: Session, job: str) -> bool:
-    """Whether a job in the state RUNNING has a process.
-
-    After a restart of the server without `UnfinishedJobs` it has none.
+    """Whether a job in the state RUNNING has a process; after a restart of the server without
+    `UnfinishedJobs` it has none.
     """
     try:
         connection.show_stats(job, TargetType.SERVER)
@@ -261,7 +258,9 @@ def fetch_job(connection: Session, job: str, out: Path) -> Path:
 
 @contextmanager
 def _downloads(transfer: str, job: str) -> Iterator[Callable[[], set[Path]]]:
-    """What the block adds for a job to FLARE's folder for transfers; removed at its end."""
+    """What the block adds for a job to FLARE's folder for transfers; it is removed at the block's
+    end.
+    """
     before = set(Path(transfer).glob(f"{job}*"))
 
     def added() -> set[Path]:

@@ -1,6 +1,5 @@
-"""Follows a job to its end.
-
-Rounds, metrics and silent sites are printed as they come, and the reasons if it failed.
+"""Follows a job to its end: prints rounds, metrics and silent sites as they come, and the reasons
+if it failed.
 """
 
 import re
@@ -222,9 +221,8 @@ class Follower:
 def watch_job(
     kit: Path, wanted: str, say: Say, *, timeout: float = 0.0, patience: float = 600.0
 ) -> bool:
-    """Follow a job until it ends; return whether it completed.
-
-    The server may stop and come back meanwhile.
+    """Follow a job until it ends, even if the server stops and comes back; return whether it
+    completed.
 
     Args:
         kit: startup kit of the lead or the project admin.
@@ -265,9 +263,8 @@ def watch_job(
 
 
 def _waits(meta: Job) -> str:
-    """Why FLARE has not started a submitted job at its last attempt.
-
-    The text is "" if FLARE has started it, or has not tried.
+    """Why FLARE has not started a submitted job at its last attempt; "" if it has started it, or
+    has not tried.
     """
     history = meta.get(JobMetaKey.SCHEDULE_HISTORY)
     if meta[JobMetaKey.STATUS] != RunStatus.SUBMITTED or not history:
@@ -317,7 +314,7 @@ def explanations(texts: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def deployment(meta: Json) -> Iterator[tuple[str, str]]:
-    """(party, its reply) when FLARE deployed the job."""
+    """(party, its reply) of every party to which FLARE deployed the job."""
     for detail in meta.get(JobMetaKey.JOB_DEPLOY_DETAIL) or []:
         party, _, reply = str(detail).partition(": ")
         yield party, reply

@@ -46,8 +46,8 @@ _LOG = logging.getLogger(__name__)
 
 @cache
 def audit_line_by_line() -> None:
-    """Have FLARE write an event to audit.log as one line, in this process: texts of other parties
-    would be lines, and fields, of their own in anyone's name.
+    """Have FLARE write an event to audit.log as one line, in this process: otherwise texts of other
+    parties could be lines, and fields, in anyone's name.
     """
     Auditor.add_event = _plainly(Auditor.add_event)
     Auditor.add_job_event = _plainly(Auditor.add_job_event)
@@ -119,8 +119,9 @@ def survive_messages() -> None:
 
 @cache
 def schedule_each_job_alone() -> None:
-    """Have FLARE start the other jobs if one cannot be scheduled, or its lead deletes it while it
-    is deployed, in this process: for the text "1" as its number of sites it starts none any more.
+    """Have FLARE start the other jobs, in this process, if one cannot be scheduled, or its lead
+    deletes it while it is deployed: for the text "1" as a number of sites, FLARE starts none any
+    more.
     """
     from nvflare.private.fed.server.job_runner import JobRunner
 
@@ -174,8 +175,8 @@ def schedule_each_job_alone() -> None:
 
 @cache
 def start_jobs_without_refusing_sites() -> None:
-    """Have FLARE's server take an answer that it cannot use, or by which a site refuses to start a
-    job, for none, in this process: it would end the job for all sites.
+    """Have FLARE's server, in this process, ignore an answer that it cannot use, or by which a site
+    refuses to start a job: otherwise it ends the job for all sites.
     """
     from nvflare.private.fed.server.admin import FedAdminServer
 
@@ -199,7 +200,7 @@ def start_jobs_without_refusing_sites() -> None:
 
 def _is_usable(topic: str, reply: Any) -> bool:
     """Whether the server can use a site's answer to a request on the way to a job's start. The text
-    of a refusal is made plain, as metadata of the job keep it.
+    of a refusal is made plain, as metadata of the job store it.
     """
     if topic not in (TrainingTopic.CHECK_RESOURCE, TrainingTopic.DEPLOY, TrainingTopic.START_JOB):
         return True

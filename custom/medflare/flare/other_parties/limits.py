@@ -63,7 +63,7 @@ def bound_messages() -> None:
     """
 
     def decoded(content: bytes, manager: Any) -> Any:
-        """As `fobs.deserialize`, which has no limits."""
+        """Decode as `fobs.deserialize`, which has no limits."""
         fobs._register_decomposers()
         packer = fobs.Packer(manager)
         objects = 0
@@ -223,8 +223,8 @@ def bound_files() -> None:
 
 @cache
 def bound_metadata() -> None:
-    """Have FLARE take a job's configuration and metadata of a bounded size alone, in this process:
-    it parses them before it asks anyone, and those of all jobs for each console and each second.
+    """Have FLARE take a job's configuration and metadata of bounded size alone, in this process: it
+    parses them before it asks anyone, and those of all jobs for each console every second.
     """
     check_job = JobMetaValidator._validate_zf
     create = SimpleJobDefManager.create
@@ -259,7 +259,7 @@ def _check_metadata(meta: JsonDict) -> None:
 
 @cache
 def _fetching(party: str) -> threading.Semaphore:
-    """Held while arrays of a party are fetched: those of few messages at a time."""
+    """Held while arrays of a party are fetched, those of few messages at a time."""
     return threading.Semaphore(_FETCHED)
 
 

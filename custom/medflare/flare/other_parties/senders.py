@@ -166,7 +166,7 @@ def keep_consoles_apart() -> None:
 
 
 def _poses_as_another(message: Message, sender: str, named: Sequence[Any]) -> bool:
-    """Whether a person acts as a site, a site as a person, or either under another party's name.
+    """Whether a person acts as a site, a site as a person, or either in another party's name.
 
     To FLARE each certificate is a site's and a person's. A person has an e-mail address there, and
     cells of random names; a site has no such address, and its cell has its name. FLARE takes the
@@ -215,7 +215,7 @@ def _name_sender(request: Message) -> None:
 def connect_nowhere_else() -> None:
     """Have FLARE open no connection to an address that another party names, in this process.
 
-    It would, in clear, and the other end may call itself the server.
+    The connection would be unencrypted, and the other end may call itself the server.
     """
     CoreCell._add_adhoc_connector = lambda cell, to_cell, url: None
 
@@ -276,7 +276,7 @@ def is_own(cell: str, endpoint: str) -> bool:
 def _administrative_refusal(cell: str, request: Message) -> str | None:
     """Why a site does not answer an administrative request; None if it does.
 
-    `cell`: the site's full name, below which those of its jobs are.
+    `cell`: the site's full name, below which the names of its jobs are.
     """
     origin = request.get_header(MessageHeaderKey.ORIGIN)
     is_of_job = origin.startswith(f"{cell}.")
