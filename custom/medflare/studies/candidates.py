@@ -54,12 +54,14 @@ class Candidate:
 
     @classmethod
     def parse(cls, text: str, selection: str | None = None) -> "Candidate":
-        """From "fedsm:lam=0.3,gamma=0.9", "prr:site.beta=1", "moon:server_algorithm=grace" or
-        "single-site:method=prr".
+        """The row that a text describes: "fedsm:lam=0.3,gamma=0.9", "prr:site.beta=1",
+        "moon:server_algorithm=grace" or "single-site:method=prr".
 
         `selection`: a rule, if the text does not set it; None: the method's default.
-        ConfigError: an unknown method or hyper-parameter, an invalid value, or a setting that the
-        reference does not have.
+
+        Raises:
+            ConfigError: an unknown method or hyper-parameter, an invalid value, or a setting that
+                the reference does not have.
         """
         method, _, settings = text.partition(":")
         values = {}
@@ -135,15 +137,15 @@ class Candidate:
         return load_task({**task.to_dict(), **self.task_changes})
 
     def versions(self, task: TaskConfig) -> dict[str, str]:
-        """See `versions_of_run`."""
+        """The versions and code that the row's runs use, see `versions_of_run`."""
         method = "" if self.method == CONSTANT else self._trained.name
         return versions_of_run(method, self.task_of(task), self.effective)
 
     def check(
         self, task: TaskConfig, rounds: int | None = None, outside: Sequence[str] = ()
     ) -> None:
-        """Raise ConfigError, which begins with the row, if it cannot run; rounds:
-        None: any number.
+        """Raise ConfigError, which begins with the row, if it cannot run, with `rounds` or, if
+        None, with any number.
         """
         try:
             task = self.task_of(task)
@@ -162,7 +164,7 @@ class Candidate:
         return tuple(outside) if self._trained.outside else ()
 
     def run(self, draw: Draw) -> JsonDict:
-        """Results dict of one run, with curves and scores.
+        """The results dict of one run, with curves and scores.
 
         It has the study's task, which all rows share, and the row's changes in its settings.
         """
@@ -171,7 +173,7 @@ class Candidate:
         return with_other_task(self.task_changes, draw, self._run)
 
     def failed(self, draw: Draw, error: Exception) -> JsonDict:
-        """Results dict of a run that ended with an error."""
+        """The results dict of a run that ended with an error."""
         reason = f"{type(error).__name__}: {one_line(error)}"
         if isinstance(error, StepFailed):
             reason = str(error)
@@ -212,7 +214,8 @@ def rows_of(
     """The rows of a study in their order: the methods, then the references that are not among them,
     "all" for those that the task can have.
 
-    ConfigError: a row is wrong, see `Candidate.parse`.
+    Raises:
+        ConfigError: a row is wrong, see `Candidate.parse`.
     """
     candidates = [Candidate.parse(text, selection) for text in methods]
     requested = [UNIFORM_ROW if name == UNIFORM else name for name in references if name != "all"]

@@ -158,7 +158,7 @@ def _is_same_task(first: Results, second: Results) -> bool:
 def _compared(
     first: Results, second: Results, sites: Sequence[str], role: str, metric: str
 ) -> Comparison:
-    """The second run against the first at some sites; a comparison without a difference if they
+    """The comparison of the second run with the first at some sites, without a difference if they
     measured other things.
     """
     if not _is_same_task(first, second):
@@ -173,7 +173,7 @@ def _compared(
 
 
 def _deployed(run: Results, places: Collection[str]) -> RunModel:
-    """As if the run had these sites only; patients are paired, not seeds."""
+    """The run as if it had these sites only; patients are paired, not seeds."""
     sites = {site: run["sites"][site] for site in places}
     return [{**run, "sites": sites, "seed": 0}], _MODEL
 

@@ -93,7 +93,9 @@ def differences(study: StudyValues, against: str | None = None) -> Table:
 
 
 def differences_within(study: StudyValues) -> Table | None:
-    """What a row deploys against other models of its runs; None if no run has two models."""
+    """Paired differences of what a row deploys to other models of its runs; None if no run has two
+    models.
+    """
     pairs = []
     for row in study.compared:
         for model in study.models(row):
@@ -136,7 +138,9 @@ def _lines(study: StudyValues, pairs: Iterable[tuple[Model, Model, Model]]) -> l
 
 
 def _results_key(study: StudyValues, row: str, model: str, role: str) -> str:
-    """Equal for models of a row with the same values of all metrics at a role's sites."""
+    """A key that is equal for models of a row with the same values of all metrics at a role's
+    sites.
+    """
     if "*" in model:  # the mean of several models equals no other: it has no scores of patients
         return model
     sites = (*study.sites_of[role], ALL_SITES)
@@ -145,7 +149,9 @@ def _results_key(study: StudyValues, row: str, model: str, role: str) -> str:
 
 
 def difference_of(study: StudyValues, first: Model, second: Model, role: str) -> Difference | None:
-    """Second - first; None if nothing is to be compared, or both are the same of one row."""
+    """The difference second - first; None if nothing is to be compared, or both are the same of one
+    row.
+    """
     row, model = first
     other_row, other_model = second
     before = study.by_site(*first, role, study.metric)
@@ -187,10 +193,10 @@ def _paper_effect(study: StudyValues, model: Model, comparator: Model, role: str
 
 
 def delong_differences(study: StudyValues) -> Table | None:
-    """What every row deploys against the first row: the difference of the AUC of a class, mean over
-    seeds, and p of DeLong's test.
+    """The AUC of a class of what every row deploys minus that of the first row, mean over seeds,
+    and p of DeLong's test; None without scores.
 
-    Without the constant prediction; None without scores.
+    The constant prediction is left out.
     """
     against = next(iter(study.groups))
     places = [(role, site) for role, site in study.places if site != ALL_SITES]
@@ -215,8 +221,8 @@ def delong_differences(study: StudyValues) -> Table | None:
 def delong_text(comparisons: Sequence[Comparison]) -> str:
     """The mean difference of the AUC, and p: "+0.012, p 0.030".
 
-    Of several seeds, p is twice the median (Meinshausen, Meier and Bühlmann, JASA 104, 2009,
-    Sec. 2.2), which is valid for seeds that share patients.
+    With several seeds, p is twice the median (Meinshausen, Meier and Bühlmann, JASA 104, 2009, Sec.
+    2.2), which is valid for seeds that share patients.
     """
     areas = [comparison.difference for comparison in comparisons]
     defined = [area for area in areas if area is not None]

@@ -105,7 +105,7 @@ def _completed(runs: Iterable[Results]) -> list[Results]:
 
 
 def _versions(runs: Sequence[Results]) -> dict[str, str]:
-    """Package -> its versions."""
+    """Package -> its versions in some runs."""
     versions = defaultdict(set)
     for run in runs:
         for package, version in run["versions"].items():

@@ -91,9 +91,10 @@ def ranks_drawing(ranks: pd.DataFrame, critical: float) -> Drawing:
 
 def write_figures(folder: Path, study: StudyTables) -> list[Path]:
     """Write the learning curves as curves.svg and curves.pdf, and differences.pdf, as far as the
-    study has them; the files.
+    study has them; returns the files.
 
-    Raises ConfigError without matplotlib.
+    Raises:
+        ConfigError: matplotlib is missing.
     """
     curves = learning_curves(study.groups)
     differences = differences_drawing(study)

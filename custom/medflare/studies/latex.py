@@ -90,7 +90,7 @@ def _marked(texts: Sequence[str], values: Sequence[float], *, lower_is_best: boo
 
 
 def _latex(styler: Styler, alignment: str) -> str:
-    """Of cells in LaTeX; the index and the headings are plain text."""
+    """A table with cells in LaTeX; the index and the headings are plain text."""
     styler.format_index(escape="latex").format_index(escape="latex", axis=1)
     text = styler.to_latex(hrules=True, column_format=alignment)
     return text.replace(UNDEFINED, "--")

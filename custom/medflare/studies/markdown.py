@@ -31,7 +31,7 @@ class Table:
 
 
 def table_unless_empty(lines: Sequence[Sequence[str]], left: int) -> Table | None:
-    """None if there are only headings."""
+    """A table of lines, or None if there are only headings."""
     return Table(lines, left) if len(lines) > 1 else None
 
 

@@ -1,7 +1,5 @@
 """Rows that a method has to beat: the constant prediction, sites alone, one model of all images,
-FedAvg changed.
-
-FedAvg is changed in one thing: normalized by the test batch, stronger augmentation, more epochs.
+and FedAvg changed in one thing: normalized by the test batch, stronger augmentation, more epochs.
 
 A study runs where all data are, so it keeps scores of single patients, which a federation leaves at
 the sites.
@@ -118,7 +116,7 @@ def recorded_run(
     setting = draw.setting
     scores: dict[str, dict[str, Json]] = {}
 
-    def delivered(site: str, name: str, model: Message, cases: Cases) -> None:
+    def store_final_model(site: str, name: str, model: Message, cases: Cases) -> None:
         scores.setdefault(site, {})[name] = cases.to_dict()
         final.setdefault(site, {})[name] = model
 
@@ -131,7 +129,7 @@ def recorded_run(
         rounds=setting.rounds,
         seed=draw.seed,
         resplit=draw.seed,
-        delivered=delivered,
+        delivered=store_final_model,
         opener=lambda name, _: opened(name),
         **options,
     )
@@ -200,8 +198,8 @@ def constant_prediction(draw: Draw) -> JsonDict:
 
 
 def single_site(draw: Draw, hyper: Json, method: str = TRAINED_AS) -> JsonDict:
-    """Every inside site runs `method` alone, as a federation of one, and is tested on its own
-    images: one results dict of all sites.
+    """The results, in one dict, of all inside sites: each runs `method` alone, as a federation of
+    one, and is tested on its own images.
     """
     runs = {site: recorded_run(method, draw, [site], **hyper) for site in draw.inside}
     merged: JsonDict = {"sites": {}, SCORES: {}, CURVES: {}, "events": []}
@@ -226,7 +224,9 @@ def single_site(draw: Draw, hyper: Json, method: str = TRAINED_AS) -> JsonDict:
 
 
 def centralised(draw: Draw, hyper: Json) -> JsonDict:
-    """One model of the pooled training images of the inside sites, tested at every site."""
+    """Results of one model of the pooled training images of the inside sites, tested at every
+    site.
+    """
     results = recorded_run(TRAINED_AS, draw, [POOLED], outside=draw.setting.sites, **hyper)
     results["traffic"] = _NO_TRAFFIC
     del results["sites"][POOLED]
@@ -237,8 +237,8 @@ def centralised(draw: Draw, hyper: Json) -> JsonDict:
 
 
 def batch_statistics(draw: Draw, hyper: Json) -> JsonDict:
-    """FedAvg's model, and as "deployed" the same normalized by the test images; raises ConfigError
-    if the network has no BatchNorm.
+    """Results of FedAvg's model, and as "deployed" of the same normalized by the test images;
+    raises ConfigError if the network has no BatchNorm.
     """
     check_adaptable(draw.task)
     models: dict[str, dict[str, Message]] = {}
@@ -259,19 +259,23 @@ def batch_statistics(draw: Draw, hyper: Json) -> JsonDict:
 
 
 def augmentation(draw: Draw, hyper: Json) -> JsonDict:
-    """FedAvg with `APPEARANCE` after the task's augmentation, for domain generalization."""
+    """Results of FedAvg with `APPEARANCE` after the task's augmentation, for domain
+    generalization.
+    """
     changes = {"augment": [*draw.task.augment, *APPEARANCE]}
     return _reference(AUGMENTATION, with_other_task(changes, draw, partial(_fedavg, hyper=hyper)))
 
 
 def equal_compute(draw: Draw, hyper: Json) -> JsonDict:
-    """FedAvg with twice the local epochs, for methods that train twice as long as FedAvg."""
+    """Results of FedAvg with twice the local epochs, for methods that train twice as long as
+    FedAvg.
+    """
     changes = {"local_epochs": 2 * draw.task.local_epochs}  # FedSM and Ditto train two models
     return _reference(EQUAL_COMPUTE, with_other_task(changes, draw, partial(_fedavg, hyper=hyper)))
 
 
 def participating(draw: Draw, hyper: Json) -> JsonDict:
-    """FedAvg of all sites: what the outside sites would get if they took part."""
+    """Results of FedAvg of all sites: what the outside sites would get if they took part."""
     results = _fedavg(replace(draw, outside=()), hyper)
     for name, site in results["sites"].items():
         site["role"] = draw.role(name)
@@ -279,14 +283,13 @@ def participating(draw: Draw, hyper: Json) -> JsonDict:
 
 
 def _fedavg(draw: Draw, hyper: Json, **options: Any) -> JsonDict:
-    """FedAvg of the inside sites; `options`: of `recorded_run`."""
+    """Results of FedAvg of the inside sites; `options`: of `recorded_run`."""
     return recorded_run(TRAINED_AS, draw, draw.inside, outside=draw.outside, **options, **hyper)
 
 
 def with_other_task(changes: Json, draw: Draw, run: Callable[[Draw], JsonDict]) -> JsonDict:
-    """The results of a run with some settings of the task changed.
-
-    They have the task of the study, which all rows share, and the changes in the run's settings.
+    """The results of a run with some settings of the task changed; they have the study's task,
+    which all rows share, and the changes in the run's settings.
     """
     planned = draw.setting.task.to_dict()
     setting = replace(draw.setting, task=load_task({**planned, **changes}))

@@ -43,8 +43,8 @@ def selection(run: Results) -> str:
 
 
 def _scoring_sites(run: Results) -> set[str] | None:
-    """The sites whose values selected a round at the server; None for a run that did not record it:
-    it failed, or is of an older version.
+    """The sites whose values selected a round at the server; None for a run that did not record it,
+    since it failed or is of an older version.
     """
     if run["reason"] or "model_selection" not in run:
         return None

@@ -107,7 +107,7 @@ def study_values(table: pd.DataFrame) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Paired comparison of two models over the same seeds, or over the same patients."""
+    """A paired comparison of two models over the same seeds, or over the same patients."""
 
     difference: float | None = None  # mean of second - first; None without a pair
     interval: Interval | None = None  # 95 %; None if it is undefined
@@ -141,7 +141,9 @@ def compare(first: ArrayLike, second: ArrayLike, split_ratio: float = 0.0) -> Co
 
 
 def _tested(difference: float, error: float, distribution: Any, n: int) -> Comparison:
-    """With interval and p, where difference / error has this distribution if there is none."""
+    """The comparison with interval and p, where difference / error has this distribution if there
+    is none.
+    """
     half_width = distribution.ppf(1 - LEVEL / 2) * error
     p = 2 * distribution.sf(abs(difference) / error)
     return Comparison(difference, (difference - half_width, difference + half_width), p, n, error)
@@ -183,8 +185,8 @@ def detectable_difference(n: int, split_ratio: float = 0.0) -> float | None:
     """The true difference, in standard deviations over seeds, that the t-test of `compare` finds
     with 80 % power; None below two seeds.
 
-    From the noncentral t distribution with n - 1 degrees of freedom (Cohen, Statistical Power
-    Analysis, 1988, Sec. 2.5).
+    It follows from the noncentral t distribution with n - 1 degrees of freedom (Cohen, Statistical
+    Power Analysis, 1988, Sec. 2.5).
 
     Examples:
         >>> [round(detectable_difference(n), 2) for n in (3, 10)]
@@ -580,7 +582,7 @@ def _selected(cases: CaseTable, rows: Array) -> CaseTable:
 
 
 def _interval(sites: Sequence[_SitePairs], metric: str, fewest: int) -> Interval | None:
-    """`fewest`: patients of a site, or of a class at a site."""
+    """The interval over patients; `fewest`: patients of a site, or of a class at a site."""
     patients = [site.patients for site in sites]
     if fewest < 2 or min(patients) < 2 or not has_interval(sum(patients)):
         return None
@@ -613,7 +615,9 @@ def expanded_level(n: int) -> float:
 
 
 def _fewest_patients(site: _SitePairs, metric: str) -> int:
-    """Of a class that counts, in any run; of all classes where the metric is a mean over images."""
+    """The fewest patients of a class that counts, in any run; all patients where the metric is
+    a mean over images.
+    """
     fewest = []
     for cases, _ in site.pairs:
         counts = _patients_of_classes(cases)

@@ -114,7 +114,8 @@ def write_run(out: Path, name: str, results: Results) -> None:
 def read_runs(out: Path) -> dict[str, JsonDict]:
     """Name -> results of all runs, with their scores if they were saved; empty without a file.
 
-    Raises StateError if it is damaged.
+    Raises:
+        StateError: the file is damaged.
     """
     contents = _contents(out)
     runs = {}
@@ -142,7 +143,8 @@ def read_runs(out: Path) -> dict[str, JsonDict]:
 def read_study(out: Path) -> dict[str, list[JsonDict]]:
     """Row -> its runs, of a grid the selected row; rows that study.json does not name are last.
 
-    Raises StateError if there is no run, or the file is damaged.
+    Raises:
+        StateError: there is no run, or the file is damaged.
     """
     groups = _all_groups(out)
     content = _rows(_contents(out))
@@ -373,8 +375,10 @@ def _missing(
 ) -> list[_Job]:
     """The jobs without a saved run, and all jobs of repeated rows, also with other seeds.
 
-    StateError: a saved run had other settings, or its row other code; `say` gets a warning of other
-    code of medflare.
+    `say` gets a warning of other code of medflare.
+
+    Raises:
+        StateError: a saved run had other settings, or its row other code.
     """
     earlier = read_runs(out)
     missing = []
@@ -435,7 +439,9 @@ def _other_code(job: _Job, run: Results) -> dict[str, str]:
 
 
 def _is_complete(run: Results, setting: Setting) -> bool:
-    """Runs without the matrix that the setting asks for are repeated."""
+    """Whether a saved run is complete, with the matrix that the setting asks for; others are
+    repeated.
+    """
     has_matrix = CROSS_SITE in run or run["method"] == CONSTANT
     return run["status"] == COMPLETED and (has_matrix or not setting.cross_site)
 

@@ -159,7 +159,7 @@ class StudyTables(StudyValues):
         return headings
 
     def cross_site(self) -> Table | None:
-        """Every site's model (rows) on every site's test images (columns); its own site is bold.
+        """Every site's model (rows) on every site's test images (columns), its own site in bold;
         None without `references.cross_site`.
         """
         sites = all_sites(all_runs(self.groups))
@@ -240,7 +240,7 @@ def _routing_cells(moves: pd.DataFrame, reverted: Container[tuple[str, int]]) ->
 
 def _recognized(run: Results, table: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
     """Site -> the fraction of its test images that the selector recognised; `_PERSONAL` -> that of
-    all that a personal model predicted. Without images, nothing.
+    all that a personal model predicted; empty without images.
 
     `table`: see `confusion`.
     """

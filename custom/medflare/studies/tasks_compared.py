@@ -1,6 +1,6 @@
 """Studies of several tasks with the same rows: mean ranks, and tests over tasks.
 
-After Demšar, Statistical Comparisons of Classifiers over Multiple Data Sets, JMLR 7, 2006.
+They follow Demšar, Statistical Comparisons of Classifiers over Multiple Data Sets, JMLR 7, 2006.
 """
 
 from collections.abc import Sequence

@@ -54,7 +54,9 @@ class EqualModels:
 class StudyValues:
     """The values of all metrics of a study, or of some.
 
-    Raises StateError if no run has a task, ConfigError for a metric that no run has.
+    Raises:
+        StateError: no run has a task.
+        ConfigError: no run has a metric.
     """
 
     def __init__(self, groups: Groups, metrics: Sequence[str] = ()) -> None:
@@ -94,7 +96,9 @@ class StudyValues:
         return list(dict.fromkeys([*MODELS, *names]))
 
     def of_model(self, row: str, model: str, metric: str) -> pd.DataFrame:
-        """Index: role and site, see `places`; columns: seeds; NaN where undefined."""
+        """The values of a model; index: role and site, see `places`; columns: seeds; NaN where
+        undefined.
+        """
         keys = [(row, model, role, metric, site) for role, site in self.places]
         return self.values.reindex(keys).set_axis(pd.MultiIndex.from_tuples(self.places))
 
