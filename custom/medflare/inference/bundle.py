@@ -1,4 +1,4 @@
-"""A delivered model as a MONAI bundle: configs, metadata and weights.
+"""A final model as a MONAI bundle: configs, metadata and weights.
 
 The fixed parts of the configs are in bundle.json.
 
@@ -41,7 +41,11 @@ def write_bundle(
 ) -> Predictor:
     """Write the bundle to an empty folder, and load its network.
 
-    Returns the network: images (N, C, H, W) -> probabilities. ExportError: see `definition`.
+    Returns:
+        The network: images (N, C, H, W) -> probabilities.
+
+    Raises:
+        ExportError: see `definition`.
     """
     from monai import bundle
     from monai.data.torchscript_utils import save_net_with_metadata
@@ -65,8 +69,10 @@ def write_bundle(
 def definition(value: Any) -> Any:
     """MONAI's `network_def`: networks and tasks by their function, other modules by their class.
 
-    The arguments of a class's constructor are attributes of the module. ExportError: a module
-    without such attributes, or a text of the card that MONAI would run as code.
+    The arguments of a class's constructor are attributes of the module.
+
+    Raises:
+        ExportError: a module lacks such attributes, or MONAI would run a text of the card as code.
     """
     if isinstance(value, TaskConfig):
         return {"_target_": "medflare.tasks.config.load_task", "source": as_data(value.to_dict())}
@@ -90,7 +96,8 @@ def definition(value: Any) -> Any:
 def as_data(value: Any) -> Any:
     """The value as JSON data.
 
-    ExportError: it is not JSON, or MONAI would run a part of it as code.
+    Raises:
+        ExportError: it is not JSON, or MONAI would run a part of it as code.
     """
     if isinstance(value, dict):
         for name in value:
@@ -118,7 +125,8 @@ def as_data(value: Any) -> Any:
 def inference_config(task: TaskConfig, network: Any) -> JsonDict:
     """A workflow over a folder of pictures or NIfTI volumes.
 
-    ExportError: the task has `pick`.
+    Raises:
+        ExportError: the task has `pick`.
     """
     if task.pick:
         raise ExportError(
@@ -154,7 +162,7 @@ def inference_config(task: TaskConfig, network: Any) -> JsonDict:
 
 
 def _write_masks(task: TaskConfig) -> list[Any]:
-    """The steps from probabilities to a file with a mask."""
+    """The steps that write probabilities as a file with a mask."""
     discrete = _TEMPLATE["argmax" if task.target == "multiclass" else "threshold"]
     save = _TEMPLATE["save"]
     if task.spatial_dims == 3:
@@ -178,7 +186,7 @@ def _resizing(task: TaskConfig) -> str:
 
 
 def _read_pictures(task: TaskConfig) -> list[Any]:
-    """As `data.reading`; gray values are rounded by Pillow."""
+    """The steps that read pictures as `data.reading` does; Pillow rounds gray values."""
     mode = {1: "L", 3: "RGB"}.get(task.image_channels)
     upright = "$lambda image: ImageOps.exif_transpose(image)"
     if mode:  # 16 bits and floats are unchanged
@@ -188,7 +196,9 @@ def _read_pictures(task: TaskConfig) -> list[Any]:
 
 
 def _volume_list(channels: tuple[str, ...]) -> str:
-    """NIfTI files; with named channels, NAME_CHANNEL.nii.gz of all channels."""
+    """The list of NIfTI files; with named channels, each item is NAME_CHANNEL.nii.gz of all
+    channels.
+    """
     if not channels:
         return "$[{'image': str(p)} for p in sorted(pathlib.Path(@dataset_dir).glob('*.nii*'))]"
     first = f"_{channels[0]}.nii"

@@ -1,8 +1,8 @@
-"""Delivered models: a folder with `model.safetensors` and `card.json`, and its module.
+"""Final models: a folder with `model.safetensors` and `card.json`, and its module.
 
-A delivered model is a `Message` with the item `kind`: this file builds the kind "plain" (one
-network) and the adapted kinds of `adaptation.registry`; the kinds of a method are in its
-`Method.models`. Every module maps images (N, C, H, W) to probabilities.
+A final model is a `Message` with the item `kind`: this file builds the kind "plain" (one network)
+and the adapted kinds of `adaptation.registry`; the kinds of a method are in its `Method.models`.
+Every module maps images (N, C, H, W) to probabilities.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ def build(
     message: Message,
     builder_of: Callable[[str], Builder | None] = lambda kind: None,
 ) -> nn.Module:
-    """The module of a delivered model, in evaluation mode on the CPU.
+    """The module of a final model, in evaluation mode on the CPU.
 
     `builder_of`: kind -> its builder, or None.
 
@@ -100,7 +100,7 @@ def build(
 
 
 def plain_message(state: StateDict, **meta: Any) -> Message:
-    """One network's weights as a delivered model of kind "plain"."""
+    """One network's weights as a final model of kind "plain"."""
     return Message({MODEL: state}, {"kind": "plain", **meta})
 
 
@@ -112,7 +112,8 @@ def network_with(
 ) -> nn.Module:
     """A `networks.catalogue.task_network` with the weights `state`, in evaluation mode.
 
-    StateError: names or shapes do not fit.
+    Raises:
+        StateError: names or shapes do not fit.
     """
     with seeded(0, "deployed"):  # leaves torch's global generator unchanged
         network = task_network(task, spec, outputs)
@@ -142,9 +143,8 @@ class Adaptive(Protocol):
     """A deployed module that adapts to a site's unlabeled images before it predicts."""
 
     def adapt(self, batches: "Sequence[Tensor] | Repeated[Tensor]") -> None:
-        """Adapt to images (N, C, H, W) in the batches in which they will be predicted.
-
-        Several passes are possible.
+        """Adapt to images (N, C, H, W), in several passes if needed, in the batches in which they
+        will be predicted.
         """
 
 
@@ -158,7 +158,7 @@ class Branching(Protocol):
 
 @dataclass(frozen=True, repr=False)
 class StoredModel:
-    """A delivered model as read from its folder."""
+    """A final model as read from its folder."""
 
     task: TaskConfig
     message: Message
@@ -169,7 +169,7 @@ class StoredModel:
 
     @property
     def kind(self) -> str:
-        """For example "plain" or "super"."""
+        """The kind of the model, for example "plain" or "super"."""
         return str(self.message.meta["kind"])
 
     def build(self, builder: Builder = build) -> nn.Module:
@@ -181,7 +181,7 @@ class StoredModel:
 
 
 def save_model(folder: Path | str, task: TaskConfig, message: Message, card: Json) -> None:
-    """Write a delivered model to `folder`: the weights first, then the card with their checksum.
+    """Write a final model to `folder`: the weights first, then the card with their checksum.
 
     An older model is replaced. `card`: further JSON values: method, site, role, round, seed,
     metrics, ...
@@ -221,7 +221,7 @@ def with_checksum(card: Json) -> JsonDict:
 def load_model(
     folder: Path | str, *, unsigned: bool = False, bounds: ImageBounds = ImageBounds()
 ) -> StoredModel:
-    """Read a delivered model; nothing is unpickled.
+    """Read a final model; nothing is unpickled.
 
     Args:
         unsigned: accept a card without a signature, as of medflare before 0.3.

@@ -39,9 +39,8 @@ _NEEDED = (
 
 
 def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], task: TaskConfig) -> bytes:
-    """The content of a file with a segment for every structure.
-
-    Equal masks of a series have equal identifiers.
+    """The content of a file with a segment for every structure; equal masks of a series have equal
+    identifiers.
 
     Args:
         series: folder of the series, or the file with all its frames.

@@ -1,8 +1,7 @@
-"""Export of a delivered model as TorchScript, ONNX or a MONAI bundle.
+"""Export of a final model as TorchScript, ONNX or a MONAI bundle.
 
-The exported model maps prepared images to probabilities.
-The exported model is loaded again and compared with the delivered one, on a batch of another size
-than that of the recording.
+The exported model maps prepared images to probabilities. It is loaded again and compared with the
+final model, on a batch of another size than that of the recording.
 """
 
 import logging
@@ -49,7 +48,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Exported:
-    """The files, and the largest difference from the delivered model's probabilities."""
+    """The files, and the largest difference from the final model's probabilities."""
 
     files: tuple[Path, ...]
     difference: float
@@ -62,9 +61,8 @@ class Exported:
 
 
 def export(stored: StoredModel, format: str, out: Path, *, builder: Builder = build) -> Exported:
-    """Write a delivered model in another format, with its card, to the folder `out`.
-
-    It is written only if it gives the same numbers.
+    """Write a final model in another format, with its card, to the folder `out`, if it gives the
+    same numbers.
 
     Raises:
         ConfigError: an unknown format, or a missing package.
@@ -103,9 +101,8 @@ def export(stored: StoredModel, format: str, out: Path, *, builder: Builder = bu
 
 @torch.no_grad()
 def largest_difference(model: Predictor, exported: Predictor, task: TaskConfig) -> float:
-    """max |p - p'| on five normally distributed images.
-
-    Infinite if shapes differ or a result is not finite.
+    """max |p - p'| on five normally distributed images; infinite if shapes differ or a result is
+    not finite.
     """
     images = torch.randn(5, task.image_channels, *task.size, generator=torch_generator(0, "export"))
     expected = model(images)
@@ -171,7 +168,7 @@ FORMATS = tuple(_WRITERS)
 
 @contextmanager
 def _recording(format: str) -> Iterator[None]:
-    """Whatever the network raises is an ExportError."""
+    """Within the context, whatever the network raises becomes an ExportError."""
     try:
         yield
     except Exception as error:
@@ -183,7 +180,7 @@ def _recording(format: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the exporters' warnings and progress messages."""
+    """Within the context, exporters print no warnings and no progress."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -121,9 +121,8 @@ def _search(folder: Path, out: Path) -> Iterator[Path]:
 
 
 def is_series(files: Sequence[Path]) -> bool:
-    """Whether these DICOM files are the slices of one volume.
-
-    They are if they have one series, one size, and different numbers and positions.
+    """Whether these DICOM files are the slices of one volume: of one series and size, with
+    different numbers and positions.
     """
     tags = ["SeriesInstanceUID", "Rows", "Columns", "InstanceNumber", "ImagePositionPatient"]
     series = set()
@@ -140,9 +139,8 @@ def is_series(files: Sequence[Path]) -> bool:
 
 
 def _relative_name(image: Path, root: Path, prefixed: bool) -> Path:
-    """The name without suffix, relative to the folder `root`.
-
-    `prefixed`: below that folder's name, for several folders.
+    """The name without suffix, relative to the folder `root`, below that folder's name if
+    `prefixed` (for several folders).
     """
     if image == root:
         return Path(stem(image) or image.resolve().name)

@@ -28,9 +28,8 @@ _PNG_VALUES = range(2**16)
 def in_place(
     probabilities: Tensor, size: tuple[int, ...], grids: tuple[Grid, Grid] | None, task: TaskConfig
 ) -> Tensor:
-    """Probabilities (outputs, ...) on the pixels or voxels of the file.
-
-    `grids` of a volume: as stored, and along the task's axes.
+    """Probabilities (outputs, ...) on the pixels or voxels of the file; `grids` of a volume: as
+    stored, and along the task's axes.
     """
     values = resized(probabilities[None], size)[0]
     if grids is None:
@@ -39,9 +38,8 @@ def in_place(
 
 
 def label_map(probabilities: Tensor, task: TaskConfig) -> np.ndarray:
-    """Stored values of the predicted labels: (outputs, ...) on the CPU -> int64 (M, ...).
-
-    M = 1, or one mask per label.
+    """Stored values of the predicted labels: (outputs, ...) on the CPU -> int64 (M, ...), with M =
+    1 or one mask per label.
 
     As in the metrics, a binary or multilabel structure is where its probability exceeds 0.5, and a
     multiclass pixel is of its most probable class. A label with several values is written as the
@@ -85,9 +83,8 @@ def label_masks(mask: np.ndarray, task: TaskConfig) -> dict[str, np.ndarray]:
 
 
 def sizes(mask: np.ndarray, task: TaskConfig, grid: Grid | None = None) -> JsonDict:
-    """Columns of the table: pixels of every label.
-
-    Of a volume voxels, and millilitres if its spacing is known.
+    """Columns of the table: pixels of every label, of a volume voxels, and millilitres if its
+    spacing is known.
     """
     counts = {label: int(pixels.sum()) for label, pixels in label_masks(mask, task).items()}
     unit = "voxels" if grid else "pixels"

@@ -1,10 +1,9 @@
-"""Prediction of images with a delivered model: masks, or a table of probabilities.
+"""Prediction of images with a final model: masks, or a table of probabilities.
 
-Images are preprocessed as in training.
-Images are predicted in the given order, in batches across files and slices, as in the evaluation of
-a run: the same images in the same order give the same numbers, also with a model that adapts to
-unlabeled images. The patients of the files are unknown: a model of whole patients (FedSM's) gets
-all slices of a volume together, and pictures one by one.
+Images are preprocessed as in training, and predicted in the given order, in batches across files
+and slices, as in the evaluation of a run: the same images in the same order give the same numbers,
+also with a model that adapts to unlabeled images. The patients of the files are unknown: a model of
+whole patients (FedSM's) gets all slices of a volume together, and pictures one by one.
 """
 
 from collections import Counter, deque
@@ -89,7 +88,7 @@ class Prediction:
 
 @dataclass(repr=False)
 class PredictionSummary:
-    """The result of a call of `predict`; shows itself as its summary in lines."""
+    """The result of a call of `predict`, shown as its summary in lines."""
 
     table: Path
     say: Say
@@ -105,9 +104,8 @@ class PredictionSummary:
     left_over: int = 0  # files of earlier calls in the folder of the table
 
     def differs(self, image: str, differences: Mapping[str, str]) -> None:
-        """Record an input's differences from the training range, if any.
-
-        The first ones are printed one by one.
+        """Record an input's differences from the training range, if any; the first ones are printed
+        one by one.
         """
         if not differences or self.outside is None:
             return
@@ -258,9 +256,8 @@ def _trained_on(stored: StoredModel, strict: bool) -> TrainedOn | None:
 
 
 def _differences(acquired: Acquisition, trained: TrainedOn, task: TaskConfig) -> dict[str, str]:
-    """How an image differs from the training images.
-
-    Without its size in pixels if the task resizes pictures.
+    """How an image differs from the training images, without its size in pixels if the task resizes
+    pictures.
     """
     differences = outside(acquired, trained, task.channel_names)
     if task.spatial_dims == 2 and task.image_mode == "resize":
@@ -289,11 +286,11 @@ def _listed(differences: Mapping[str, str]) -> str:
 
 
 def adapted(stored: StoredModel, builder: Builder = build, adapt: str = AUTO) -> StoredModel:
-    """The delivered model with a test-time adaptation, see `registry.with_adaptation`.
+    """The final model with a test-time adaptation, see `registry.with_adaptation`.
 
-    "auto" is the adaptation of the method: a model that adapts to unlabeled images (routed, dsbn,
-    labelshift) is to be adapted to the predicted images, others adapt while they predict. "none":
-    no adaptation to the predicted images.
+    "auto" means the adaptation of the method: a model that adapts to unlabeled images (routed,
+    dsbn, labelshift) is to be adapted to the predicted images, others adapt while they predict.
+    "none" means no adaptation to the predicted images.
 
     Raises:
         ConfigError: an unknown adaptation.
@@ -309,9 +306,8 @@ def adapted(stored: StoredModel, builder: Builder = build, adapt: str = AUTO) ->
 def fit(
     model: Adaptive, prepared: Iterable[PreparedImage], task: TaskConfig, device: str, kind: str
 ) -> str:
-    """Adapt the model to the inputs in the batches in which they will be predicted.
-
-    Returns a description, "" without inputs.
+    """Adapt the model to the inputs in the batches in which they will be predicted; returns a
+    description, "" without inputs.
     """
     size = scoring_batch(task)
     counts = []  # pictures of each pass
@@ -342,7 +338,8 @@ def _stacked(images: Iterable[Tensor], size: int) -> Iterator[Tensor]:
 def prepare(source: Input, task: TaskConfig, bounds: ImageBounds = ImageBounds()) -> PreparedImage:
     """An input, read and prepared as in training; for a 2-D task all slices of a volume.
 
-    Raises DataError: unreadable, or too large.
+    Raises:
+        DataError: it is unreadable, or too large.
     """
     preprocessing = Preprocessing(task)
     files = channel_files(source.channels, task, source.name) if source.channels else (source.path,)
@@ -369,9 +366,8 @@ def _readable(
     strict: bool,
     force: bool,
 ) -> Iterator[PreparedImage]:
-    """The prepared inputs.
-
-    An input that cannot be read, or is refused, is reported and removed from `inputs`.
+    """The prepared inputs; one that cannot be read, or is refused, is reported and removed from
+    `inputs`.
     """
     for source in with_progress(list(inputs), len(inputs), "images read"):
         try:
@@ -389,8 +385,8 @@ def predictions(
 ) -> Iterator[Prediction]:
     """The prediction of every input, in order, with probabilities on the CPU.
 
-    In batches of `scoring_batch` across inputs, or by the sliding window. A model of whole patients
-    gets all slices of a volume together.
+    Inputs are predicted in batches of `scoring_batch` across inputs, or by the sliding window. A
+    model of whole patients gets all slices of a volume together.
     """
     size = scoring_batch(task)
     if task.image_mode == "patch":
@@ -453,9 +449,10 @@ def _in_batches(
 
 
 def _written(prediction: Prediction, task: TaskConfig, out: Path, seg: bool) -> list[JsonDict]:
-    """Write the masks of an input, and return its rows of the table: one per picture or slice.
+    """Write the masks of an input, and return its rows of the table, one per picture or slice.
 
-    DataError: NaN or infinity in the prediction.
+    Raises:
+        DataError: NaN or infinity in the prediction.
     """
     prepared = prediction.prepared
     if not torch.isfinite(prediction.probabilities).all():
@@ -486,9 +483,8 @@ def _written(prediction: Prediction, task: TaskConfig, out: Path, seg: bool) -> 
 
 
 def _classified(probabilities: Tensor, task: TaskConfig) -> JsonDict:
-    """The predicted label (multilabel: all that apply) and a column for every class.
-
-    Nine digits represent a float32 exactly.
+    """The predicted label (multilabel: all that apply) and a column for every class, with nine
+    digits, which represent a float32 exactly.
     """
     p = probabilities
     if task.target == "binary":
