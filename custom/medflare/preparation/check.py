@@ -72,7 +72,7 @@ _SHIFT_IMAGES = 300  # per site; enough for two digits
 
 @dataclass
 class SiteCheck:
-    """What one site's folder has."""
+    """What a check finds in one site's folder."""
 
     # Split -> (images, patients); a volume counts by its slices.
     splits: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -145,7 +145,7 @@ def _first_lines(lines: list[str]) -> list[str]:
 
 @dataclass
 class CheckReport:
-    """What a data root has for a task."""
+    """What a check finds in a data root for a task."""
 
     task: TaskConfig
     root: Path

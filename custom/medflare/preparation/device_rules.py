@@ -46,7 +46,7 @@ _LARGEST_SCALE = 0.15
 
 
 def small_segmentation(settings: Settings, stopwatch: Stopwatch) -> tuple[Choice, ...]:
-    """Image mode, size, augmentation, network and batch size for a CPU.
+    """Image mode, size, augmentation, network and batch size of a segmentation for a CPU.
 
     A round with one local epoch keeps to the stopwatch's limit, if any settings allow that. Images
     are resized to the smallest size that keeps the structures, see `structures.Layout`. Where that
@@ -200,7 +200,7 @@ def picture_size(settings: Settings, stopwatch: Stopwatch, step: int) -> Choice 
 
 
 def local_epochs(task: TaskConfig, stopwatch: Stopwatch, seconds: float) -> Choice:
-    """Local epochs; `seconds` of a round with one."""
+    """The number of local epochs; `seconds` of a round with one."""
     images = _median_images(stopwatch.sites)
     wanted = _usual_epochs(stopwatch.sites, task.batch_size, task.patches_per_image)
     epochs = wanted
@@ -213,7 +213,7 @@ def local_epochs(task: TaskConfig, stopwatch: Stopwatch, seconds: float) -> Choi
 
 
 def _usual_epochs(sites: Fingerprints, batch_size: int, patches_per_image: int = 1) -> int:
-    """Local epochs of about `_STEPS` steps at the median site."""
+    """The number of local epochs with about `_STEPS` steps at the median site."""
     steps = max(1, _median_images(sites) * patches_per_image // batch_size)
     return min(_MAX_EPOCHS, math.ceil(_STEPS / steps))
 

@@ -1,6 +1,5 @@
-"""Dataset fingerprint of a site: the numbers of its training images that planning a task needs.
-
-It has no image, file or patient name.
+"""Dataset fingerprint of a site: the numbers of its training images that planning a task needs,
+without a name of an image, file or patient.
 """
 
 import dataclasses
@@ -103,7 +102,8 @@ class Channel:
 class Presence:
     """Number of images with a class, and its share of all voxels (segmentation).
 
-    None if suppressed for few patients; the number is None as well if a sample of masks was read.
+    Both are None if suppressed for few patients; the number is also None if a sample of masks was
+    read.
     """
 
     images: NonNegativeInt | None
@@ -348,9 +348,8 @@ def _read_rows(
     values: Sequence[tuple[_Values, _Values]],
     layout: LayoutOfImages,
 ) -> list[_Row]:
-    """The rows of an entry (several if a volume is cut into slices).
-
-    Adds its intensities to `values` by channel, and its structures to `layout`.
+    """The rows of an entry (several if a volume is cut into slices), whose intensities are added to
+    `values` by channel, and structures to `layout`.
     """
     image = source.image(entry)
     target = target_of(task, source, entry, image)
@@ -380,7 +379,7 @@ def _class_areas(target: np.ndarray, task: TaskConfig) -> dict[str, int]:
 
 
 def _is_small(name: str, rows: Sequence[_Row], task: TaskConfig, minimum: int) -> bool:
-    """Whether few patients show a class, or, if every image has a class, few do not."""
+    """Whether some patients, but few, show a class or, in classification, do not."""
     shown = {row.patient for row in rows if row.areas[name]}
     without = {row.patient for row in rows if not row.areas[name]}
     few_without = task.kind == "classification" and 0 < len(without) < minimum
@@ -408,9 +407,8 @@ def _channels(
 
 
 def _spread(rows: Any, minimum: int) -> Spread:
-    """Percentiles of rows (images, axes).
-
-    The minimum and maximum are single images and are left out if numbers are suppressed.
+    """Percentiles of rows (images, axes); if numbers are suppressed, without minimum and maximum,
+    which are single images.
     """
     percentiles = (10, 10, 50, 90, 90) if minimum > 1 else (0, 10, 50, 90, 100)
     values = np.percentile(np.asarray(rows, np.float64), percentiles, axis=0)
@@ -427,9 +425,8 @@ def _saved_fingerprint(
     source_of_task: Callable[[TaskConfig], Source],
     sample: int,
 ) -> DatasetFingerprint | None:
-    """The fingerprint of a sample, from `KEPT_FILE` if nothing has changed since it was written.
-
-    Otherwise it is made and written there.
+    """The fingerprint of a sample: from `KEPT_FILE` if nothing has changed since it was written,
+    else made and written there.
     """
     listed = _training_entries(site, task, source_of_task(task))
     key = _key(folder, task, evenly_spaced(listed, sample))
@@ -462,7 +459,7 @@ def to_json(sites: Fingerprints) -> dict[str, Any]:
 
 
 def from_json(value: Any) -> DatasetFingerprint:
-    """One of the sites of `to_json`, validated; DataError for another value."""
+    """One of the sites of `to_json`, validated; DataError for any other value."""
     try:
         return TypeAdapter(DatasetFingerprint).validate_json(json.dumps(value))
     except ValidationError as error:
@@ -472,7 +469,8 @@ def from_json(value: Any) -> DatasetFingerprint:
 def read_fingerprints(paths: Iterable[Path]) -> list[DatasetFingerprint]:
     """All sites of several files.
 
-    DataError for a file that is not of fingerprints, and a site that is in two files.
+    Raises:
+        DataError: a file is not of fingerprints, or a site is in two files.
     """
     sites: dict[str, DatasetFingerprint] = {}
     for path in paths:

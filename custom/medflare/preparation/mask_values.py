@@ -27,8 +27,9 @@ class UnclearValuesError(DataError):
 def mask_values(files: Sequence[Path], *, named: bool) -> tuple[int, list[int]]:
     """The value of the background, and the other values of masks, sorted.
 
-    UnclearValuesError for values of noise, of a border as in Pascal VOC, or below 0, unless the
-    user has `named` all.
+    Raises:
+        UnclearValuesError: values of noise, of a border as in Pascal VOC, or below 0, unless the
+            user has `named` all.
 
     The background is 0, or the value of all corners of all masks, as in REFUGE, where it is 255 and
     0 is the cup.

@@ -63,7 +63,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class ProposedTask:
-    """A proposed task."""
+    """A task that is proposed, with the reasons for its settings."""
 
     settings: Settings
     choices: tuple[Choice, ...]  # the settings with their reasons, in the order of the decisions
@@ -212,9 +212,8 @@ def first_patch(median: Sequence[float], spacing: Sequence[float]) -> Sides:
 
 
 def smaller(size: Sequence[int], median: Sequence[float], spacing: Sequence[float]) -> Sides:
-    """The next smaller patch: the axis that is longest relative to the median loses one step.
-
-    The step is the divisor of the smaller patch.
+    """The next smaller patch: the axis that is longest relative to the median loses one step, the
+    divisor of the smaller patch.
 
     Examples:
         >>> smaller((128, 128, 128), (150, 190, 160), (1, 1, 1))
@@ -237,7 +236,8 @@ def smaller(size: Sequence[int], median: Sequence[float], spacing: Sequence[floa
 
 
 def batch_size(fitting: int, images: int, median: Sequence[float], patch: Sequence[int]) -> int:
-    """As many patches as fit into memory, but at most 5 % of all voxels, and at least 2.
+    """The batch size: as many patches as fit into memory, but at most 5 % of all voxels, and at
+    least 2.
 
     `images` counts those of the smallest site, since a batch is drawn at one site (nnU-Net: all
     images).
@@ -300,9 +300,8 @@ def plan(
 
 
 def ordered_axes(sites: Fingerprints) -> list[int]:
-    """Axes along which structures keep an order at one site at least.
-
-    Images must not be mirrored along them.
+    """Axes along which structures keep an order at one site at least; images must not be mirrored
+    along them.
     """
     axes = set()
     for site in sites:
@@ -314,9 +313,8 @@ def ordered_axes(sites: Fingerprints) -> list[int]:
 def pooled_percentile(
     sites: Fingerprints, spread: Literal["sizes", "spacings", "extents"], percentile: float
 ) -> tuple[float, ...]:
-    """A percentile over the images of all sites, by axis.
-
-    Between the five percentiles of a site its images are interpolated.
+    """A percentile over the images of all sites, by axis; between the five percentiles of a site
+    its images are interpolated.
 
     Args:
         spread: the attribute that has these percentiles; every site must have it.
@@ -386,7 +384,7 @@ def _common_settings(sites: Fingerprints) -> Settings:
 
 @dataclass(frozen=True)
 class _Geometry:
-    """What spacings decide."""
+    """The choices that spacings decide."""
 
     median: tuple[int, ...]  # sides of the median image after resampling
     spacing: tuple[float, ...]  # of this image; 1 each if unknown
@@ -575,9 +573,8 @@ def _ct_intensity(sites: Fingerprints) -> Choice:
 
 
 def _augment(geometry: _Geometry, ordered: Sequence[int]) -> Choice:
-    """nnU-Net's augmentation.
-
-    The rotation depends on the geometry, and on axes along which structures keep an order.
+    """nnU-Net's augmentation, whose rotation depends on the geometry and on axes along which
+    structures keep an order.
     """
     axes = len(geometry.median)
     largest = _HALF_TURN
@@ -623,7 +620,7 @@ def _augment(geometry: _Geometry, ordered: Sequence[int]) -> Choice:
 
 
 def mirroring(ordered: Sequence[int]) -> str:
-    """In words, along which axes images are mirrored."""
+    """The axes along which images are mirrored, in words."""
     if not ordered:
         return "mirroring along all axes"
     axes = " and ".join(map(str, ordered))

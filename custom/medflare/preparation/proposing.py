@@ -242,7 +242,7 @@ def _common(headers: Iterable[Mapping[str, Any]], key: str) -> str:
 
 
 def _is_ct(images: Sequence[DatalistItem], channels: Iterable[str]) -> bool:
-    """Whether a header names the images CT: the channel's name, or DICOM's modality."""
+    """Whether a header says that the images are CT, by the channel's name or DICOM's modality."""
     if {name.casefold() for name in channels} == {"ct"}:
         return True
     modalities = set()

@@ -54,11 +54,11 @@ class Stopwatch:
         return round_seconds(task, self.sites, seconds) <= self.limit
 
     def measured_seconds(self, task: TaskConfig) -> float:
-        """Of a round of FedAvg, if the sites train one after the other."""
+        """Seconds of a round of FedAvg in which the sites train one after the other."""
         return round_seconds(task, self.sites, self.measured(task).seconds)
 
     def measured(self, task: TaskConfig) -> StepCost:
-        """A step of a task; ConfigError if it needs more than the memory."""
+        """What a step of a task takes; ConfigError if it needs more than the memory."""
         needed = step_bytes(task, task.batch_size) / 2**30
         if needed > self._memory:
             raise ConfigError(
@@ -94,16 +94,15 @@ def _yardstick(task: TaskConfig) -> TaskConfig:
 
 
 def device_name(device: torch.device) -> str:
-    """For people: "cpu, 2 threads" or the name of the GPU."""
+    """The device's name for people: "cpu, 2 threads" or the name of the GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type}, {torch.get_num_threads()} threads"
 
 
 def round_seconds(task: TaskConfig, sites: Fingerprints, step_seconds: float) -> float:
-    """Seconds of a round: training at all sites, one after the other, and validation.
-
-    Reading the images, which happens once, is left out.
+    """Seconds of a round: training at all sites, one after the other, and validation, without the
+    images' reading, which happens once.
     """
     image_seconds = step_seconds / task.batch_size
     images = sum(site.images for site in sites)

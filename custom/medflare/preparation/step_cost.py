@@ -39,7 +39,10 @@ def measure_step(task: TaskConfig, device: torch.device) -> StepCost:
     """Train on noise for a few steps, with the task's augmentation and batch size.
 
     On a CPU the time is the smaller of the clock's and the processor's, so that other programs do
-    not count. ConfigError if the task's loss cannot be computed of its network's output.
+    not count.
+
+    Raises:
+        ConfigError: the task's loss cannot be computed of its network's output.
     """
     before = _reset_peak(device)
     images, targets = noise(task, task.batch_size)
@@ -106,7 +109,7 @@ def noise_targets(task: TaskConfig, images: int) -> torch.Tensor:
 
 
 def _reset_peak(device: torch.device) -> int | None:
-    """Count the peak of the memory from now on; the bytes that are taken now, None where this
+    """Count the peak of the memory from now on; return the bytes that are used now, None where this
     system does not say.
     """
     if device.type == "cuda":
@@ -120,7 +123,7 @@ def _reset_peak(device: torch.device) -> int | None:
 
 
 def _peak(device: torch.device) -> int:
-    """Bytes."""
+    """The peak of the memory, in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return _resident("VmHWM")

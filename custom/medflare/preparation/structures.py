@@ -1,6 +1,5 @@
-"""How structures lie in the masks of a site.
-
-What resizing loses of them, and along which axes they keep an order.
+"""How structures lie in the masks of a site: what resizing loses of them, and along which axes they
+keep an order.
 """
 
 from collections.abc import Sequence
@@ -60,9 +59,8 @@ class LayoutOfImages:
                 self._dice.setdefault((side, name), []).append((patient, dice))
 
     def summary(self, minimum: int = 0) -> Layout:
-        """The numbers of the images that were added.
-
-        Those of fewer than `minimum` patients are left out.
+        """The numbers of the images that were added, without those of fewer than `minimum`
+        patients.
         """
         detail: dict[int, float] = {}
         suppressed = set()
@@ -94,9 +92,8 @@ def _patients(rows: Sequence[tuple[str, object]]) -> int:
 
 
 def dice_after_resizing(mask: np.ndarray, side: int) -> float:
-    """Dice of a mask and the same mask resized to a longest side of `side` and back.
-
-    Both by the nearest pixel.
+    """Dice of a mask and the same mask resized to a longest side of `side` and back, both by the
+    nearest pixel.
 
     Examples:
         >>> dots = np.zeros((4, 4), bool)
@@ -136,8 +133,8 @@ def _centre_and_variance(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def standardised_distance(
     first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]
 ) -> np.ndarray:
-    """From the centre of one structure to that of another by axis, over the root of their summed
-    variances.
+    """The distance from the centre of one structure to that of another by axis, over the root of
+    their summed variances.
 
     Two halves of a bar are 2.4 apart; a cup in the middle of its disc is 0 apart. A pixel adds a
     variance of 1 / 12.
