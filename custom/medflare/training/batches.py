@@ -90,8 +90,8 @@ def sampling_weights(task: TaskConfig, targets: Images) -> Tensor | None:
 def check_drawn(task: TaskConfig, weights: Tensor | None) -> None:
     """Raise ConfigError if no image is drawn, since all groups that have images have weight 0.
 
-    Not where a site is opened: the answer tells whether it has a class, so `check_used_images`
-    comes first.
+    It is not called where a site is opened, but after `check_used_images`: the answer tells whether
+    the site has a class.
     """
     if weights is not None and len(weights) and not weights.sum() > 0:
         raise ConfigError(
@@ -101,8 +101,8 @@ def check_drawn(task: TaskConfig, weights: Tensor | None) -> None:
 
 
 def _groups(task: TaskConfig, targets: Images) -> tuple[tuple[str, ...], Tensor]:
-    """Names of the groups that `TaskConfig.sampling["weights"]` are for, and which images are in
-    which, bool (N, groups).
+    """The names of the groups of `TaskConfig.sampling["weights"]`, and which images are in which
+    group, bool (N, groups).
     """
     if task.kind == "segmentation":
         foreground = torch.tensor([bool(target.any()) for target in targets], dtype=torch.bool)
@@ -120,10 +120,10 @@ def _groups(task: TaskConfig, targets: Images) -> tuple[tuple[str, ...], Tensor]
 def read_ahead(
     data: Split, batches: Iterable[Tensor], read: Callable[[Tensor], T]
 ) -> Iterator[tuple[Tensor, T]]:
-    """Batches of rows with what `read` returns for them, in order; images on disk, or to be
-    copied to a GPU, are read by a thread ahead of their use.
+    """Batches of rows with what `read` returns for them, in order; a thread reads images on disk,
+    or to be copied to a GPU, ahead of their use.
 
-    A thread, not the workers of torch's DataLoader: those are processes, whose start for every
+    A thread replaces the workers of torch's DataLoader: those are processes, whose start for every
     epoch takes longer than small epochs and which must not be forked from the threads of FLARE.
 
     Args:

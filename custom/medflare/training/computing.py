@@ -63,8 +63,8 @@ class Computing:
         return transferred(state, self.on_device, pinned=self.device.type == "cuda")
 
     def resident(self, data: Split) -> Split:
-        """The split with its images and targets on the device if they may stay there, see `stays`;
-        else as it is.
+        """The split, with its images and targets on the device if they may stay there, see
+        `stays`.
         """
         if data.in_memory and stays(data.nbytes, self.device):
             return data.on(self.device)
@@ -73,8 +73,8 @@ class Computing:
 
 @cache
 def compile_apart() -> None:
-    """Have torch keep what it compiles in a folder of this process: else it loads, also by pickle,
-    what another account has put into a folder of a known name.
+    """Have torch store what it compiles in a folder of this process: otherwise it loads, also by
+    pickle, what another account has put into a folder of a known name.
     """
     from torch._inductor import config as inductor_config
 
@@ -109,7 +109,7 @@ def check_precision(precision: str, device: torch.device, location: str) -> None
 
 
 def be_deterministic() -> None:
-    """Let torch take deterministic algorithms on GPUs, in this process: the same job then gives the
+    """Have torch use deterministic algorithms on GPUs, in this process: the same job then gives the
     same weights on the same GPU.
 
     torch warns, once, of an operation that has none. That of the cross-entropy's sum over pixels

@@ -1,4 +1,6 @@
-"""The constant prediction: the best that does not depend on the image. A useful model is better."""
+"""The constant prediction: the best prediction that does not depend on the image. A useful model is
+better.
+"""
 
 from collections.abc import Iterator, Sequence
 

@@ -207,7 +207,8 @@ class Steps:
     def backward(self, loss: Tensor, images: int) -> None:
         """Add the gradient of a batch's mean loss, and step after the last batch of a step.
 
-        Raises ConfigError for a loss of several numbers, or without a gradient.
+        Raises:
+            ConfigError: the loss has several numbers, or no gradient.
         """
         if loss.dim():
             shape = tuple(loss.shape)
@@ -250,7 +251,7 @@ class Steps:
 
 
 def scaler_of(optimizer: Optimizer) -> GradScaler:
-    """The scaler of an optimizer's losses; made at its first use."""
+    """The scaler of an optimizer's losses, made at its first use."""
     if optimizer not in _SCALERS:
         _SCALERS[optimizer] = GradScaler(optimizer.param_groups[0]["params"][0].device.type)
     return _SCALERS[optimizer]
@@ -258,7 +259,7 @@ def scaler_of(optimizer: Optimizer) -> GradScaler:
 
 @contextmanager
 def preserved_moments(optimizer: Optimizer) -> Iterator[None]:
-    """Restores the optimizer's moments afterwards."""
+    """A context that restores the optimizer's moments at its end."""
     before = copied_moments(optimizer)
     try:
         yield
@@ -302,7 +303,7 @@ def unpack_optimizer(optimizer: Optimizer, packed: StateDict) -> None:
 
 @dataclass
 class OptimizerMemory:
-    """Optimizer states that a site algorithm keeps from round to round, by purpose.
+    """Optimizer states that a site algorithm stores from round to round, by purpose.
 
     The weights are replaced every round while the moments stay, as in the published code of FedSM
     and GRACE.
@@ -311,14 +312,14 @@ class OptimizerMemory:
     memory: Message
 
     def recall(self, purpose: str, optimizer: Optimizer) -> Optimizer:
-        """The optimizer with the kept moments of its purpose, if there are any."""
+        """Give the optimizer the stored moments of its purpose, if there are any."""
         packed = self.memory.states.get(_OPTIMIZER + purpose)
         if packed is not None:
             unpack_optimizer(optimizer, packed)
         return optimizer
 
     def keep(self, purpose: str, optimizer: Optimizer) -> None:
-        """Keep the optimizer's moments; on their device, where they may stay there."""
+        """Store the optimizer's moments, on their device where they may stay there."""
         packed = pack_optimizer(optimizer)
         devices = {tensor.device for tensor in packed.values() if not tensor.is_cpu}
         if not all(stays(state_bytes(packed), device) for device in devices):

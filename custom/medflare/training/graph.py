@@ -57,7 +57,7 @@ def can_capture(model: nn.Module, optimizer: Optimizer, site: Site, full_batches
 
 
 def make_capturable(optimizer: Optimizer) -> None:
-    """Lets Adam step in a graph: numbers of steps and learning rate are on the GPU. Its weights
+    """Let Adam step in a graph: numbers of steps and learning rate are on the GPU. Its weights
     differ in the last bits from those of the usual Adam, and steps without a graph take longer.
     """
     (group,) = optimizer.param_groups
@@ -235,7 +235,9 @@ def _load(moments: Moments, source: Mapping[Tensor, Mapping[str, Tensor]]) -> No
 
 @contextmanager
 def _unchanged(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Restores weights, buffers and moments in their memory, and clears gradients."""
+    """A context that restores weights, buffers and moments in their memory, and clears
+    gradients.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
     moments = copied_moments(optimizer)
@@ -249,8 +251,8 @@ def _unchanged(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _checked(device: torch.device) -> Iterator[None]:
-    """Raises RuntimeError where the CPU waits for the GPU, or random numbers are drawn: a graph
-    would fail, or repeat them. It ends with torch's random states as before.
+    """A context that raises RuntimeError where the CPU waits for the GPU, or random numbers are
+    drawn: a graph would fail, or repeat them. At its end torch's random states are as before.
     """
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -288,7 +290,7 @@ def _side_stream(device: torch.device) -> Iterator[Any]:
 def _recorded(work: Callable[[], Any], stream: Any) -> tuple[Callable[[], None], Any]:
     """What replays the work, and the work's result, which each replay overwrites.
 
-    The error mode lets the thread that reads ahead go on.
+    The error mode does not stop the thread that reads ahead.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):

@@ -117,7 +117,7 @@ def check_task_bounds(task: TaskConfig, bounds: Bounds, location: str) -> None:
 def check_step_memory(task: TaskConfig, settings: LocalSettings, location: str) -> None:
     """Compare the memory of a training step on a whole batch with a site's bound.
 
-    The site's number of images does not matter: a lead would learn it from the answer.
+    It does not depend on the site's number of images, which a lead would learn from the answer.
 
     Raises:
         ConfigError: the step needs more.

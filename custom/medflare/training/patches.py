@@ -32,7 +32,9 @@ class WholeImages:
     per_image = 1  # samples of an image in an epoch
 
     def read(self, data: Split, rows: Tensor) -> Any:
-        """The images of rows, long (B,); without random numbers: a thread may read ahead."""
+        """The images of rows, long (B,), read without random numbers, so that a thread may read
+        ahead.
+        """
         return data.take(rows)
 
     def samples(self, images: Any, random: np.random.RandomState) -> Samples:
@@ -153,10 +155,8 @@ def windows_of(image: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 def windowed(predictor: Predictor, task: TaskConfig, batch: int) -> Predictor:
-    """A predictor of whole images: with `image_mode` "patch", a sliding window whose predictions
-    are blended (MONAI, Gaussian).
-
-    At most `batch` windows are predicted at once.
+    """A predictor of whole images: with `image_mode` "patch", a sliding window of at most `batch`
+    windows at once, whose predictions are blended (MONAI, Gaussian).
     """
     if task.image_mode == "resize":
         return predictor

@@ -1,4 +1,4 @@
-"""Predictors: of one image or of all images of a patient, in evaluation mode, without gradients."""
+"""Predictors of one image or of all images of a patient, in evaluation mode, without gradients."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ class PatientPredictor(Protocol):
 
     @property
     def by_patient(self) -> bool:
-        """Whether it does."""
+        """Whether it predicts all images of a patient together."""
 
     def predict_patient(self, parts: Sequence[Tensor]) -> Tensor:
         """Probabilities (N, outputs, ...) of all images of one patient, which come in batches."""
@@ -58,7 +58,9 @@ def predict_each(
 
 @contextmanager
 def evaluating(predictor: object) -> Iterator[None]:
-    """Evaluation mode for a module and all its parts; each returns to its own mode afterwards."""
+    """A context with a module and all its parts in evaluation mode; each returns to its own mode at
+    its end.
+    """
     modes = {}
     if isinstance(predictor, nn.Module):
         modes = {part: part.training for part in predictor.modules()}

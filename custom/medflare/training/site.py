@@ -133,7 +133,9 @@ class Site:
         return class_counts(self.data.train.targets, self.task)
 
     def trained_on(self) -> TrainedOn | None:
-        """The range of its training images as they were acquired, see `acquisition.range_of`."""
+        """The range of the site's training images as they were acquired, see
+        `acquisition.range_of`.
+        """
         return range_of(self.data.acquired, self.minimum_patients)
 
     def network(
@@ -250,7 +252,7 @@ class Site:
         )
 
     def _predicted(self, predictor: Predictor, data: Split) -> Iterator[BatchPrediction]:
-        """A batch at a time; patient by patient for a `PatientPredictor`."""
+        """Predictions batch by batch, or patient by patient for a `PatientPredictor`."""
         if self.task.image_mode == "resize" and predicts_by_patient(predictor):
             for of_patient in rows_of_patients(data.patients).values():
                 rows = torch.tensor(of_patient)
@@ -270,7 +272,9 @@ class Site:
             yield self._checked(probabilities), targets.cpu(), rows
 
     def _checked(self, probabilities: Tensor) -> Tensor:
-        """Probabilities (N, outputs, ...) on the CPU; ConfigError if their channels are others."""
+        """Probabilities (N, outputs, ...) on the CPU; ConfigError if they have another number of
+        channels.
+        """
         if probabilities.shape[1:2] != (self.task.outputs,):
             raise ConfigError(
                 f"the model gives probabilities of shape {tuple(probabilities.shape)}; "
@@ -281,8 +285,8 @@ class Site:
     def score(
         self, predictor: Predictor, split: str = "validation", metrics: Sequence[str] | None = None
     ) -> Scores:
-        """Metrics of a model on a split: by default the task's; except on the test split only those
-        by which models can be selected.
+        """Metrics of a model on a split: by default the task's, on other splits than the test split
+        only those by which models can be selected.
         """
         names = set(self.task.test_metrics)
         if split != "test":

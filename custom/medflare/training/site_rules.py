@@ -147,19 +147,22 @@ def check_contrast(site: Site) -> None:
     rows = [*rows_of_patients(site.data.train.patients).values()]
     of_channels = _contrasts(rows, lambda row: _deviations(site.data.train.image(row)))
     contrasts = of_channels.amax(dim=1)
-    hides = 0 < _contrasted(contrasts) < int(_MOST * len(contrasts))
+    makes_plain = 0 < _contrasted(contrasts) < int(_MOST * len(contrasts))
     # A transform may treat each channel in its own way; patients may lack a channel.
     for channel in of_channels.T:
-        hides |= 0 < _contrasted(channel, _LEAST_OF_CHANNEL) < _most_of(site.minimum_patients)
+        makes_plain |= 0 < _contrasted(channel, _LEAST_OF_CHANNEL) < _most_of(site.minimum_patients)
     if site.task.augment:
         step = math.ceil(len(rows) / _AUGMENTED)
         chosen = rows[::step]
         draws = math.ceil(_LEAST_DRAWS / len(chosen))
-        of_draws = [_contrasts(chosen, partial(_left, site, draw)) for draw in range(draws)]
+        of_draws = [
+            _contrasts(chosen, partial(_contrast_after_augmentation, site, draw))
+            for draw in range(draws)
+        ]
         augmented = torch.cat(of_draws).amax(dim=1)
         # Chance decides in training anew: what hides some here may hide all but one there.
-        hides |= _contrasted(augmented) < _MOST * draws * _contrasted(contrasts[::step])
-    if hides:
+        makes_plain |= _contrasted(augmented) < _MOST * draws * _contrasted(contrasts[::step])
+    if makes_plain:
         raise ConfigError(
             f"site {site.name} does not train, and sends no model: the task's intensity "
             "transform or augmentation makes the training images of more than a tenth of the "
@@ -168,10 +171,12 @@ def check_contrast(site: Site) -> None:
         )
 
 
-def _left(site: Site, draw: int, row: int) -> Tensor:
-    """The contrasts that the task's augmentation leaves of a training image, in the size of the
-    network's input: of the difference to a plain copy and to one of shuffled pixels, with the same
-    random numbers, so that noise is no contrast, even if it has the image's range.
+def _contrast_after_augmentation(site: Site, draw: int, row: int) -> Tensor:
+    """The contrast (channels,) that the task's augmentation leaves of a training image in the size
+    of the network's input.
+
+    It is the smaller deviation of its differences to a plain copy and to one of shuffled pixels
+    with the same random numbers, so that noise is no contrast, even if it has the image's range.
     """
     image, target = site.data.train[row]
     size = site.task.size
@@ -190,7 +195,8 @@ def _left(site: Site, draw: int, row: int) -> Tensor:
 
 def _secret_numbers(site: Site, image: Tensor, draw: int) -> np.random.RandomState:
     """Random numbers that follow from the image's pixels: a lead that knew them would choose
-    transforms which hide no image here. By the task, too: another task's answer tells nothing.
+    transforms which hide no image here. They follow from the task, too, so that another task's
+    answer tells nothing.
     """
     digest = hashlib.blake2b(image.cpu().numpy().tobytes(), digest_size=4)
     digest.update(f"{site.task.fingerprint()} {draw}".encode())
@@ -201,8 +207,8 @@ def _contrasts(rows: Sequence[Sequence[int]], contrast_of: Callable[[int], Tenso
     """The standard deviations (patients, channels) of the patients' images, as the network gets
     them.
 
-    Of several images of a patient the middle one counts: the first and last slices of a volume may
-    be empty. If all these are plain, every image counts.
+    If a patient has several images, the middle one counts: the first and last slices of a volume
+    may be empty. If the middle ones of all patients are plain, every image counts.
 
     Args:
         rows: of the images of each patient.
@@ -220,7 +226,9 @@ def _contrasts(rows: Sequence[Sequence[int]], contrast_of: Callable[[int], Tenso
 
 
 def _contrasted(deviations: Tensor, fraction: float = _LEAST_CONTRAST) -> int:
-    """How many are at least this fraction of the largest one; 0 if all are 0."""
+    """The number of deviations that are at least this fraction of the largest one; 0 if all are
+    0.
+    """
     largest = deviations.max()
     return int(((deviations >= fraction * largest) & (largest > 0)).sum())
 
@@ -234,16 +242,16 @@ def _deviations(image: Tensor) -> Tensor:
 
 def weighty_patients(task: TaskConfig, data: SiteData, minimum_patients: int) -> int:
     """The smallest number of training patients that have 0.9 of the weight in training an output;
-    of n equal ones ceil(0.9 n).
+    ceil(0.9 n) if all n have the same weight.
 
     A patient's weight is the mean over the patient's images of the weight in sampling, times that
     in the loss (see `loss_weights`): what the task chooses, not how many images a patient has.
 
     Where fewer patients than `minimum_patients` have a class, or lack it, their number does not
-    leave the site, and a lead that bisects weights must not find it from accepted and refused
-    jobs. So the result is then that of the worst number, see `_fewest`: it depends on the task and
-    the number of all patients alone. Weights are not fixed by the first job, so that a researcher
-    can compare a loss with and without them.
+    leave the site, and a lead that bisects weights must not find it from accepted and refused jobs.
+    The result is then the `_worst_count`, which depends on the task and the number of all patients
+    alone. Weights are not fixed by the first job, so that a researcher can compare a loss with and
+    without them.
 
     Raises:
         ConfigError: see `loss_weights`.
@@ -258,27 +266,28 @@ def weighty_patients(task: TaskConfig, data: SiteData, minimum_patients: int) ->
     if drawn is None:
         drawn = torch.ones(len(train), dtype=torch.float64)
     if data.annotated == ():  # without labels no class has a weight
-        return _weighty(_means(drawn, patients))
+        return _count_with_most(_means(drawn, patients))
     weights = loss_weights(task, data.annotated)
     shown = counts_by_image(train.targets, task) > 0
     if _has_small_group(task, shown, patients, minimum_patients):
         count = len(patients[drawn > 0].unique())
         columns = [column for column in torch.cat(weights, dim=1).T if column.any()]
-        return min(_fewest(task, column, count, minimum_patients) for column in columns)
+        return min(_worst_count(task, column, count, minimum_patients) for column in columns)
     by_image = torch.cat([image_weights(task, part, shown) for part in weights], dim=1)
     used = [drawn * column for column in by_image.T if column.any()]
-    return min((_weighty(_means(column, patients)) for column in used), default=0)
+    return min((_count_with_most(_means(column, patients)) for column in used), default=0)
 
 
 def weighty_steps(task: TaskConfig, steps: int, strength: float = 0.0) -> int:
     """The smallest number of steps of the task's optimizer that have 0.9 of the change of the model
     after so many steps or more.
 
-    Each step has a gradient in a coordinate of its own, and changes this one. Of the optimizers of
-    torch with their usual arguments half the steps or more; one with `dampening=1` of SGD, where
-    the first step's gradient alone counts, or with a weight decay of 1 / lr, where the last does.
-    RAdam's steps are as long as gradients, which may be tiny, until one that its beta2 chooses;
-    Rprop's grow by a factor of its etas while gradients are alike.
+    Each step has a gradient in a coordinate of its own, and changes this one. With torch's
+    optimizers and their usual arguments the result is half the steps or more; it is one for SGD
+    with `dampening=1`, where the first step's gradient alone counts, and 0 with a weight decay of 1
+    / lr or more, where the last one's does. RAdam's steps are as long as gradients, which may be
+    tiny, until one that its beta2 chooses; Rprop's grow by a factor of its etas while gradients are
+    alike.
 
     Args:
         strength: see `SiteAlgorithm.proximal_strength`; it acts as a weight decay does.
@@ -287,14 +296,14 @@ def weighty_steps(task: TaskConfig, steps: int, strength: float = 0.0) -> int:
         return 0  # with the schedule's factor it may be 1 in some round
     alike = _after_steps(task, torch.ones(steps, 1, dtype=torch.float64))
     lengths = alike.diff(dim=0, prepend=torch.zeros_like(alike[:1])).abs().flatten()
-    counts = [_weighty(lengths.tolist())]
+    counts = [_count_with_most(lengths.tolist())]
     longest = max(steps, _LONGEST)
     # A tiny gradient would be nothing beside a proximal term.
     for size, tried in ((_USUAL_GRADIENT, strength), (_TINY_GRADIENT, 0.0)):
         gradients = size * torch.eye(longest, dtype=torch.float64)
         changes = _after_steps(task, gradients, tried) - _after_steps(task, 0 * gradients)
         for done in range(steps, longest + 1):
-            counts.append(_weighty(changes[done - 1, :done].abs().tolist()))
+            counts.append(_count_with_most(changes[done - 1, :done].abs().tolist()))
     return min(counts)
 
 
@@ -327,9 +336,9 @@ def _after_steps(task: TaskConfig, gradients: Tensor, strength: float = 0.0) -> 
     return torch.stack(after)
 
 
-def _fewest(task: TaskConfig, weights: Tensor, patients: int, minimum: int) -> int:
-    """The fewest weighty patients of an output, whoever of the `patients` have which classes, if
-    the heaviest are of fewer than `minimum`.
+def _worst_count(task: TaskConfig, weights: Tensor, patients: int, minimum: int) -> int:
+    """The smallest number of patients with 0.9 of an output's weight, whoever of the `patients`
+    have which classes, if fewer than `minimum` have the heaviest ones.
 
     Args:
         weights: (patterns,), in the loss, see `loss_weights`.
@@ -341,17 +350,17 @@ def _fewest(task: TaskConfig, weights: Tensor, patients: int, minimum: int) -> i
     for few in range(1, min(minimum, patients)):
         others = patients - few
         if len(groups) == 1:
-            counts.append(_weighty([heaviest[0]] * few + [lightest] * others))
+            counts.append(_count_with_most([heaviest[0]] * few + [lightest] * others))
             continue
         # A group has the same weight in an epoch, however few its patients are.
         heavy = sum(heaviest[: min(few, len(groups) - 1)])
-        counts.append(_weighty([heavy / few] * few + [lightest / others] * others))
+        counts.append(_count_with_most([heavy / few] * few + [lightest / others] * others))
     return min(counts, default=patients)
 
 
 def _drawn_groups(task: TaskConfig, weights: Tensor) -> list[Tensor]:
-    """The weights of patterns in loss and sampling, by group of the sampling; one group where each
-    image comes once.
+    """The weights of patterns in loss and sampling, by group of the sampling; a single group where
+    each image comes once.
     """
     if task.sampling.name == "shuffle":
         return [weights]
@@ -382,7 +391,7 @@ def _means(weights: Tensor, patients: Tensor) -> list[float]:
     return (torch.bincount(patients, weights) / images).tolist()
 
 
-def _weighty(weights: Iterable[float]) -> int:
+def _count_with_most(weights: Iterable[float]) -> int:
     """The smallest number of `weights` that have 0.9 of their sum."""
     descending = sorted(weights, reverse=True)
     total = sum(descending)
