@@ -83,11 +83,11 @@ class EventLog:
         self._of_site += earlier._of_site
 
     def of(self, *kinds: str) -> list[Event]:
-        """The events of these kinds."""
+        """The events of the given kinds."""
         return [event for event in self if event["kind"] in kinds]
 
     def to_list(self) -> list[Event]:
-        """A copy."""
+        """A copy of the events."""
         return [dict(event) for event in self._events]
 
     def __iter__(self) -> Iterator[Event]:

@@ -63,7 +63,7 @@ def require_trust(what: str, module: str) -> None:
 
 @dataclass
 class Extensions:
-    """A group: its names, and the objects of other distributions.
+    """The names of a group, and its objects of other distributions.
 
     Args:
         kind: what one of them is, for messages: "loss".
@@ -145,7 +145,7 @@ def with_distributions(kind: str, points: Sequence[EntryPoint]) -> str:
 
 
 def extension_module(group: str, name: str) -> str:
-    """As `Extensions.module`, of a group ("losses")."""
+    """The module of `Extensions.module`, by the name of a group ("losses")."""
     points = _points(group).get(name)
     return entry_module(points[0]) if points else ""
 

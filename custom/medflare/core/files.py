@@ -71,7 +71,7 @@ def _sync(path: Path) -> None:
 
 
 def refuse_unwritable(path: Path) -> None:
-    """Before long work, raise OSError if a public file cannot be written there."""
+    """Raise OSError, before long work, if a public file cannot be written there."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     make_folder(path.parent, public=True)
@@ -99,7 +99,9 @@ def refuse_bomb(archive: ZipFile, most: float | None = None) -> None:
 
 
 def private_opener(path: str, flags: int) -> int:
-    """For `open(..., opener=private_opener)`: only this account can read a new file."""
+    """An opener, as in `open(..., opener=private_opener)`: only this account can read a new
+    file.
+    """
     return os.open(path, flags, 0o600)
 
 
@@ -167,7 +169,8 @@ def locked(path: Path) -> Iterator[None]:
 def make_folder(folder: Path, *, public: bool = False) -> None:
     """Make a folder and those above it; the permissions of existing folders do not change.
 
-    OSError if one is a file.
+    Raises:
+        OSError: one of them is a file.
     """
     mode = 0o777 if public else 0o700
     missing = [path for path in (folder, *folder.parents) if not path.exists()]

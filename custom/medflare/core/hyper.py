@@ -133,12 +133,12 @@ def split_hyper(values: Json, owners: Mapping[str, type], method: str) -> SplitH
     fields = {algorithm: described(owners[algorithm]) for algorithm in ALGORITHMS}
     split: SplitHyper = {"site": {}, "server": {}}
     for name, value in values.items():
-        algorithm, dot, bare = name.partition(".")
+        owner, dot, bare = name.partition(".")
         having = [algorithm for algorithm in ALGORITHMS if name in fields[algorithm]]
         if name in ALGORITHMS and isinstance(value, Mapping):
             split[name].update(value)
-        elif dot and algorithm in ALGORITHMS:
-            split[algorithm][bare] = value
+        elif dot and owner in ALGORITHMS:
+            split[owner][bare] = value
         elif len(having) == 1:
             split[having[0]][name] = value
         elif not having:

@@ -11,8 +11,8 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def interruptible(handler: Callable[..., Any] = signal.default_int_handler) -> Iterator[None]:
-    """Inside, SIGTERM and the end of the terminal raise KeyboardInterrupt as Ctrl-C does, so that
-    this process cleans up and ends its own processes. What it ignores stays ignored.
+    """Within the context, SIGTERM and the end of the terminal raise KeyboardInterrupt as Ctrl-C
+    does, so that this process cleans up and ends its own processes. What it ignores stays ignored.
     """
     in_main = threading.current_thread() is threading.main_thread()
     before = {stop: signal.getsignal(stop) for stop in _STOPS if in_main}

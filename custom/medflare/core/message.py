@@ -75,7 +75,7 @@ class Message:
         return Message(states, self.meta)
 
     def copied(self) -> "Message":
-        """A copy with tensors on the CPU that shares no memory with this message."""
+        """A copy, with tensors on the CPU, that shares no memory with this message."""
         return Message(
             {entry: copy_state(state) for entry, state in self.states.items()},
             copy.deepcopy(self.meta),

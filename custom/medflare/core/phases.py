@@ -123,7 +123,7 @@ def handles(*replying: Callable[..., Any]) -> Callable[[Handler], Handler]:
 
 
 def _methods_of_site(replying: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments; ConfigError for one that is no method."""
+    """The arguments, which must be methods; ConfigError if one is not."""
     for method in replying:
         if not callable(method):
             raise ConfigError(f"@asks or @handles of {method!r}: name a method, as MySite.train")

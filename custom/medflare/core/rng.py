@@ -47,9 +47,8 @@ def numpy_random_state(seed: int, *keys: Key) -> np.random.RandomState:
 
 @contextmanager
 def seeded(seed: int, *keys: Key) -> Iterator[None]:
-    """Seed torch's global generators inside the block and restore them after it.
-
-    For code that can only draw from the global generator: module initialisation and dropout.
+    """Seed torch's global generators inside the block, for code that can only draw from them
+    (module initialisation and dropout), and restore them after it.
     """
     import torch
 

@@ -34,7 +34,7 @@ S = TypeVar("S")
 
 @dataclass_transform(frozen_default=True)
 def strict_dataclass(cls: type[S]) -> type[S]:
-    """Decorator: a frozen pydantic dataclass with `STRICT`; a setting of this type may be an object
+    """A decorator that makes a frozen pydantic dataclass; a setting of this type may be an object
     of JSON. ConfigError for a list as a default, or a setting without a type.
     """
     inherited = getattr(cls, "__dataclass_fields__", {})
@@ -52,7 +52,7 @@ def strict_dataclass(cls: type[S]) -> type[S]:
 
 
 def _schema(cls: type, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-    """What pydantic accepts for the dataclass, which it calls at the decoration."""
+    """The schema of what pydantic accepts for the dataclass; it calls this at the decoration."""
 
     def build(value: Any) -> Any:
         return _built(cls, value) if isinstance(value, Mapping) else value

@@ -64,7 +64,7 @@ class EntrySpec(Generic[T_co]):
     per_class: PerClass = ""
 
     def as_optional(self) -> Self:
-        """The same, in a message that may lack it."""
+        """The same entry, in a message that may lack it."""
         return replace(self, optional=True)
 
 
@@ -161,31 +161,33 @@ Spec = EntrySpec[Any]
 
 
 def number(least: float = -math.inf, most: float = math.inf, *, optional: bool = False) -> Any:
-    """Finite numbers; None as well if `optional`: a value that is not defined."""
+    """The type of finite numbers, and None, a value that is not defined, if `optional`."""
     kind = Annotated[float, Field(strict=True, ge=least, le=most, allow_inf_nan=False)]
     return kind | None if optional else kind
 
 
 def count(most: int = 2**53, *, optional: bool = False) -> Any:
-    """Whole numbers from 0; None as well if `optional`."""
+    """The type of whole numbers from 0, and None if `optional`."""
     kind = Annotated[int, Field(strict=True, ge=0, le=most)]
     return kind | None if optional else kind
 
 
 def text(*choices: str) -> Any:
-    """Texts of up to 1000 characters, or one of the choices."""
+    """The type of texts of up to 1000 characters, or of the choices."""
     if choices:
         return Literal[choices]
     return Annotated[str, Field(strict=True, max_length=1000)]
 
 
 def table(values: Any = Any, most: int | None = None) -> Any:
-    """Tables, name -> value, of up to `most` names."""
+    """The type of tables, name -> value, of up to `most` names."""
     return Annotated[dict[str, values], Field(max_length=most)]
 
 
 def by_model(values: Any = Any, most: int = 16) -> Any:
-    """Tables, model -> value, of at most `most` models; tables and figures can show their names."""
+    """The type of tables, model -> value, of at most `most` models, whose names tables and figures
+    can show.
+    """
 
     def check(name: str) -> str:
         # matplotlib reads text between dollar signs as mathematics.
@@ -197,5 +199,5 @@ def by_model(values: Any = Any, most: int = 16) -> Any:
 
 
 def listing(items: Any = Any, most: int | None = None) -> Any:
-    """Lists of up to `most` items."""
+    """The type of lists of up to `most` items."""
     return Annotated[list[items], Field(max_length=most)]

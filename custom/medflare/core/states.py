@@ -221,7 +221,7 @@ def batch_norm_entries(module: nn.Module) -> frozenset[str]:
 
 
 def split_state(state: State, chosen: frozenset[str]) -> tuple[StateDict, StateDict]:
-    """(entries in `chosen`, all others)."""
+    """Two states: the entries in `chosen`, and all others."""
     selected = {name: tensor for name, tensor in state.items() if name in chosen}
     others = {name: tensor for name, tensor in state.items() if name not in chosen}
     return selected, others

@@ -23,9 +23,8 @@ _HEADER = "medflare"  # the field of the safetensors header with metadata, entry
 
 
 def write_message(path: Path, message: Message) -> None:
-    """Write a message atomically; equal messages give equal files.
-
-    After an OSError the old file is intact.
+    """Write a message atomically, so that the old file is intact after an OSError; equal messages
+    give equal files.
     """
     tensors = flat(message)
     names = {entry: list(state) for entry, state in message.states.items()}
@@ -93,7 +92,8 @@ def read_message(path: Path) -> Message:
 def _message(tensors: StateDict, content: JsonDict) -> Message:
     """The message of a file, which another party may have made, checksum included.
 
-    KeyError, TypeError or ValueError for one that `write_message` does not write.
+    Raises:
+        KeyError, TypeError, ValueError: `write_message` does not write such a file.
     """
     if not isinstance(content["meta"], dict) or not isinstance(content["entries"], list):
         raise TypeError("other metadata or entries than medflare writes")

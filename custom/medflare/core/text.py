@@ -34,7 +34,7 @@ def printable(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """The same, with line feeds and tabs as they are."""
+    """The text as by `printable`, with line feeds and tabs as they are."""
     if text.isprintable():
         return text
     letters = []
@@ -102,7 +102,7 @@ def is_site_name(text: str) -> bool:
 
 
 def format_shape(sides: Iterable[Any]) -> str:
-    """ "64 x 48", for messages."""
+    """A shape for messages, for example "64 x 48"."""
     return " x ".join(f"{side:g}" if isinstance(side, float) else str(side) for side in sides)
 
 
