@@ -1,6 +1,5 @@
-"""What a run prints at its end: the table of its results.
-
-Plain text in a log file, colour on a terminal.
+"""What a run prints at its end: the table of its results, as plain text in a log file, in colour on
+a terminal.
 """
 
 import io
@@ -92,7 +91,7 @@ def print_results(results: Json, stream: IO[str]) -> None:
 
 
 def _summary(results: Json) -> list[str]:
-    """Method, task, status, cost and number of events; the reason of a failure."""
+    """The method, task, status, cost and number of events of a run, and the reason of a failure."""
     weights = (results["configuration"]["task"].get("network") or {}).get("weights")
     if weights and not results["rounds"]:
         file = f"{weights['file']} (sha256 {weights['sha256'][:12]})"

@@ -55,7 +55,7 @@ class Drawing:
     def svg(self, name: str) -> str | None:
         """An SVG element without a fixed size; None without matplotlib.
 
-        Ids in it depend on `name`, so that figures of one page share none.
+        Ids in it depend on `name`, so that figures of one page have different ones.
         """
         if not installed("matplotlib"):
             return None
@@ -77,7 +77,8 @@ class Drawing:
     def pdf(self) -> bytes:
         """A PDF file with embedded TrueType fonts; equal plots give equal bytes.
 
-        Raises ConfigError without matplotlib.
+        Raises:
+            ConfigError: matplotlib is missing.
         """
         require("matplotlib", "a figure as PDF")
         buffer = io.BytesIO()
@@ -118,7 +119,7 @@ def line_panels(panels: Sequence[Panel], name: str, *, unit_square: bool = False
 
 
 def line_drawing(panel: Panel, labels: Sequence[str], unit_square: bool = False) -> Drawing:
-    """One plot; a label has the same style in all plots with these `labels`."""
+    """A plot; a label has the same style in all plots with these `labels`."""
     texts = {label: panel.notes.get(label, label) for label in panel.lines}
     columns = max(1, min(4, len(texts), int(52 / (max(map(len, texts.values())) + 6))))
     legend = 0.2 * -(-len(texts) // columns)  # inches

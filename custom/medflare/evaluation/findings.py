@@ -72,7 +72,7 @@ class Finding:
         return f"{self.brief} at {', '.join(self.sites)}"
 
     def to_dict(self) -> Json:
-        """As JSON."""
+        """The finding as JSON."""
         return {**asdict(self), "sites": list(self.sites)}
 
 
@@ -160,9 +160,8 @@ def findings(results: Json, history: Sequence[Json] = (), model: str = "deployed
 def kinds_of_training(
     history: _Steps, events: EventLog, sites: Iterable[str]
 ) -> dict[str, list[str]]:
-    """Site -> the findings about the training that concern it, for its page.
-
-    They have no numbers: those are of other sites, too.
+    """Site -> the findings about the training that concern it, for its page, without numbers: those
+    are of other sites, too.
     """
     rising = is_rising(validation_curve({}, "deployed", history))
     few_images = {event["site"] for event in events.of("few_validation_images")}
@@ -262,8 +261,8 @@ def _against_constant(name: str, site: Json, metric: str, model: str) -> Iterato
 
 
 def _of_structures(name: str, site: Json, model: str) -> Iterator[_Note]:
-    """Structures below the floor, and of wrong volume; without numbers by structure those of all
-    together.
+    """Structures below the floor, and those of wrong volume; without numbers by structure, all
+    structures together.
     """
     rows = [(f"{label} ", values) for label, values, _ in labels_of(site, model)]
     if not rows:
@@ -334,8 +333,8 @@ def late_rounds(curve: Mapping[int, float]) -> list[int]:
 def is_rising(curve: Mapping[int, float]) -> bool:
     """Whether training ended while the validation metric still rose.
 
-    Either the last round is better than every other one by more than 0.01, or a least-squares line
-    through `late_rounds`, at least four, gains more than 0.01 and more than twice the standard
+    It did if the last round is better than every other one by more than 0.01, or if a least-squares
+    line through `late_rounds`, at least four, gains more than 0.01 and more than twice the standard
     error of its slope.
 
     Examples:
@@ -379,9 +378,8 @@ def mean_curve(site_curves: Iterable[Curve]) -> Curve:
 
 
 def validation_curve(results: Json, model: str, history: _Steps = ()) -> Curve:
-    """The mean validation metric of a model over the sites.
-
-    The deployed model has the personal model's if there is one, else the global one's.
+    """The mean validation metric over the sites of a model; of the deployed model, that of the
+    personal model if there is one, else of the global one.
     """
     curves = results.get("curves")
     if not curves:
@@ -416,7 +414,7 @@ def _curves_of_selection(results: Json) -> _Curves:
 
 
 def level_sentence(results: Json) -> str:
-    """The deployed model against the constant prediction: the level, and at how many sites it is
+    """The level of the deployed model against the constant prediction, and at how many sites it is
     better; "" without constant predictions.
     """
     metric = task_metric(results)

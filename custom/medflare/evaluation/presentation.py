@@ -33,7 +33,7 @@ def metric_label(metric: str) -> str:
 
 
 def lower_is_better(metric: str) -> bool:
-    """True for distances and errors."""
+    """Whether the metric is a distance or an error."""
     entry = metric_table().get(metric)
     return entry is not None and entry.lower_is_better
 
@@ -73,7 +73,7 @@ def format_values(metric: str, values: Iterable[float]) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Bytes with binary prefixes: 1536 -> "1.5 KiB"."""
+    """Bytes with binary prefixes, for example 1536 as "1.5 KiB"."""
     if count < 1024:
         return f"{count:.0f} B"
     for unit in ("KiB", "MiB", "GiB"):
@@ -84,7 +84,7 @@ def format_bytes(count: float) -> str:
 
 
 def with_number(number: int, noun: str) -> str:
-    """ "1 site", "2 sites"."""
+    """The number with its noun, for example "1 site" or "2 sites"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -123,7 +123,7 @@ def is_best(models: Mapping[str, Json], model: str, metric: str) -> bool:
 
 
 def outcome(results: Json) -> str:
-    """The status of a run; of a failed run with its reason."""
+    """The status of a run, and the reason if it failed."""
     return ": ".join(filter(None, (results["status"], results["reason"])))
 
 

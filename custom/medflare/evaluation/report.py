@@ -167,7 +167,9 @@ def render_report(
 
 
 def _task_options(results: Json) -> str:
-    """Of a command with the run's task; results do not know its file, nor where the images are."""
+    """The options of a command with the run's task; results do not know its file, nor where the
+    images are.
+    """
     task = results["task"] if results["task"] in presets() else "TASK.json"
     if text.synthetic_source(results):
         return f"--task {task}"
@@ -273,7 +275,7 @@ def _by_site(rows: Mapping[str, Json]) -> _Table:
 
 
 def _flattened(content: Any, prefix: str = "") -> JsonDict:
-    """Nested mappings as one, keys joined by spaces; lists as text."""
+    """Nested mappings as one, with keys joined by spaces, and lists as text."""
     if isinstance(content, Mapping):
         flat: JsonDict = {}
         for key, value in content.items():

@@ -239,7 +239,9 @@ def site_results(
 
 
 def _of_labels(content: Mapping[str, Json], task: TaskConfig | None) -> Json:
-    """The metrics of the task's labels under "structures" or "classes"; without any, nothing."""
+    """The metrics of the task's labels under "structures" or "classes"; an empty dict without
+    any.
+    """
     if task is None:
         return {}
     by_label = {}
@@ -294,7 +296,8 @@ def json_ready(value: Any) -> Any:
     """The content in JSON types: keys as text, tuples and sets as lists, NumPy's numbers as
     Python's, NaN and infinity as None.
 
-    Raises TypeError for a value that JSON has no type for.
+    Raises:
+        TypeError: a value has a type that JSON lacks.
     """
     if value is None or isinstance(value, str | bool):
         return value
@@ -317,8 +320,8 @@ def results_frame(results: Json) -> "pd.DataFrame":
     """The test metrics of a run as a table: one row per site, model, label and metric, NaN for
     undefined values.
 
-    Columns site, role, model, label (a structure or class; `ALL` for the metric of the model),
-    metric, value, and low and high, the 95 % interval over test patients.
+    The columns are site, role, model, label (a structure or class; `ALL` for the metric of the
+    model), metric, value, and low and high, the 95 % interval over test patients.
     """
     import pandas as pd  # not needed to write results: a job that carries its code runs without it
 
@@ -451,7 +454,7 @@ def find_results(path: Path) -> Path:
 
 
 def list_results(path: Path) -> list[Path]:
-    """All that `find_results` chooses from, the newest first."""
+    """All results from which `find_results` chooses, the newest first."""
     if path.is_file():
         return [path]
     if not path.exists():
@@ -473,7 +476,8 @@ def list_results(path: Path) -> list[Path]:
 def load_results(path: Path) -> JsonDict:
     """The results dict of a run, validated; `path` as for `find_results`.
 
-    Raises StateError also if the file is damaged.
+    Raises:
+        StateError: there is none, or the file is damaged.
     """
     file = find_results(Path(path))
     try:
@@ -486,7 +490,8 @@ def parse_results(content: bytes) -> JsonDict:
     """The results dict of a file's content, validated; all its text is printable, since another
     party may have written it.
 
-    Raises ValueError for anything else.
+    Raises:
+        ValueError: the content is anything else.
     """
     try:
         results = json.loads(content)
