@@ -73,7 +73,7 @@ def test_once_per_process(
         "A", make_task(batch_size=2, resplit=4), folder, bounds=Bounds(epochs=9, memory=4)
     )
     assert decoded == []
-    monkeypatch.setattr(decoding, "_KEPT_SITES", 2)
+    monkeypatch.setattr(decoding, "_CACHED_SITES", 2)
     for side in (8, 12, 16, 20):
         load_site_data("A", make_task(size=[side, side]), folder)
     assert len(decoded) == 4 * 10 and len(decoding._decoded_sites) == 2

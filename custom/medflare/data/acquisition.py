@@ -1,6 +1,5 @@
-"""How images were acquired, in numbers: size, spacing and intensities as stored.
-
-Also the range over the training images, and whether a new image is outside of it.
+"""How images were acquired, in numbers (size, spacing and intensities as stored), the range of
+these over the training images, and whether a new image is outside of it.
 """
 
 import json
@@ -35,7 +34,7 @@ _INNER = (10, 90)
 
 
 class Acquisition(NamedTuple):
-    """One image."""
+    """The numbers of one image."""
 
     # pixels, the shorter side first, since pictures are turned; voxels along the task's axes
     sides: tuple[float, ...]
@@ -104,12 +103,12 @@ class TrainedOn:
     coloured: Annotated[tuple[bool, ...], Field(min_length=1, max_length=2)]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values, with six digits."""
+        """The range as JSON values, with six digits."""
         text = json.dumps(asdict(self))
         return json.loads(text, parse_float=lambda digits: float(f"{float(digits):.6g}"))
 
     def misfit(self, task: TaskConfig) -> str | None:
-        """Why it cannot be of a task's images, or None."""
+        """Why the range cannot be of a task's images, or None."""
         axes = {len(end) for pair in (self.sides, self.spacing, self.extent) for end in pair or ()}
         channels = {len(end) for pair in (self.medians, self.contrasts) for end in pair}
         expected = task.image_channels if task.image_channels <= _MAX_CHANNELS else 0
@@ -174,7 +173,7 @@ def check_range(value: object) -> object:
 def joined_range(sites: Sequence[TrainedOn]) -> TrainedOn | None:
     """The range over several sites of one task; None without any.
 
-    No site widens that of the site in the middle (of two: the narrower end) more than `_FAR` times.
+    No site widens the range of the middle site (of two: the narrower end) more than `_FAR` times.
     """
     if not sites:
         return None

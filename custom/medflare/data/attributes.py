@@ -27,7 +27,7 @@ _PER_YEAR = {"": 1, "y": 1, "m": 12, "w": 52, "d": 365}
 
 
 class Attributes(NamedTuple):
-    """Of an image's patient, and of the device that took it."""
+    """The sex and age of an image's patient, and the device that took it."""
 
     sex: str = ""  # "female", "male", "other" or the site's word; "" if unknown
     age: float | None = None  # in years, when the image was taken; None if unknown
@@ -46,7 +46,7 @@ class Attributes(NamedTuple):
         return content
 
     def completed(self, others: "Attributes") -> "Attributes":
-        """These, with those of the others that are unknown here.
+        """These attributes; those that are unknown here are taken from the others.
 
         Examples:
             >>> Attributes("female").completed(Attributes("male", 63.0))

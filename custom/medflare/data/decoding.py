@@ -66,7 +66,7 @@ from medflare.tasks.config import TaskConfig, draws_images
 from medflare.tasks.metrics import Images, Spacing
 
 _FORMAT = 15  # increase when the meaning of cached tensors or the checks of images change
-_KEPT_SITES = 16  # sites whose decoded images one process keeps
+_CACHED_SITES = 16  # whose decoded images one process has in memory
 _GB = 10**9
 _IN_MEMORY = _GB // 2  # of images that are otherwise decoded when they are used
 _ENDING = ".safetensors"
@@ -267,7 +267,7 @@ class EmbeddedSource(Source):
         return [*self._key, [item.name]]
 
 
-@lru_cache(maxsize=_KEPT_SITES)
+@lru_cache(maxsize=_CACHED_SITES)
 def _generated(embedded: str, site: str, draw: int) -> dict[str, phantom.Photograph]:
     """A site's images by name; they take up to half a second and a megabyte."""
     if embedded == "phantom":
@@ -504,7 +504,7 @@ def decoded_once(
             images = _CachedImages(task, source, items, paths, folder)
             decoded = images.decoded(site, reading, cache.memory_gb)
     _decoded_sites[key] = decoded
-    while len(_decoded_sites) > _KEPT_SITES:
+    while len(_decoded_sites) > _CACHED_SITES:
         _decoded_sites.popitem(last=False)
     return decoded
 

@@ -285,7 +285,7 @@ def frames_of(dataset: Any) -> list[Any]:
     """The frames of an enhanced object (PS3.3, A.36 and A.38) as headers of slices, numbered from
     1; ValueError if it lacks some.
 
-    Empty for other objects, and for frames of one position, as in time: they are no volume.
+    Other objects have none, nor do frames of one position, as in time: they are no volume.
     """
     count = int(dataset.get("NumberOfFrames") or 1)
     if count < 2 or not all(dataset.get(name) for name in _GROUPS):
@@ -329,8 +329,9 @@ def ordered_slices(slices: Sequence[Any], path: Path) -> list[Any]:
     """The slices (datasets, or `frames_of` one file) of a series in their order: by number if the
     positions agree, else by position.
 
-    DataError for several patients or series, different orientations, spacings or sizes, a copied
-    slice, no order, or uneven distances.
+    Raises:
+        DataError: several patients or series, different orientations, spacings or sizes, a copied
+            slice, no order, or uneven distances.
     """
     if len(slices) == 1:
         slices = frames_of(slices[0]) or slices
@@ -449,7 +450,7 @@ def _check_even(corners: np.ndarray, gaps: np.ndarray, path: Path) -> None:
 def grid_of(slices: Sequence[Any]) -> Grid:
     """The grid of the voxels (column, row, slice) of a series in its order.
 
-    Not known if a slice has no position, or all have one. Without a pixel spacing only the
+    It is not known if a slice has no position, or all have one. Without a pixel spacing only the
     directions are known.
     """
     first = slices[0]

@@ -1,6 +1,5 @@
-"""The grid of a volume's voxels.
-
-An affine maps voxel indices (i, j, k) to millimetres in RAS, as in NIfTI.
+"""The grid of a volume's voxels, whose affine maps voxel indices (i, j, k) to millimetres in RAS,
+as in NIfTI.
 """
 
 import math
@@ -78,7 +77,7 @@ class Grid:
 
     @property
     def _cosines(self) -> np.ndarray:
-        """Between axes 0 and 1, 0 and 2, 1 and 2."""
+        """The cosines between axes 0 and 1, 0 and 2, 1 and 2."""
         axes = self.affine[:3, :3] / self._sides
         return (axes.T @ axes)[np.triu_indices(3, k=1)]
 

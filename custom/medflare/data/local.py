@@ -1,6 +1,5 @@
-"""The settings that a site makes in its own local/medflare.json, and its folders.
-
-Imported without torch.
+"""The settings that a site makes in its own local/medflare.json, and its folders; imported without
+torch.
 """
 
 import math

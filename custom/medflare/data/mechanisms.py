@@ -134,7 +134,8 @@ FEDERATIONS = {
 def photographs(federation: str, site: str, draw: int = 0) -> list[Photograph]:
     """All images of a site; another `draw` gives other images of the same kind.
 
-    Raises DataError for a site that there is not.
+    Raises:
+        DataError: there is no such site.
     """
     generate, sites = FEDERATIONS[federation]
     if site not in [*sites]:
@@ -152,7 +153,7 @@ def _names(**counts: int) -> Iterator[tuple[str, str]]:
 def _photograph(
     name: str, split: str, image: np.ndarray, label: int = 0, mask: np.ndarray = _NO_IMAGE
 ) -> Photograph:
-    """Every image is a patient of its own."""
+    """One image, which is a patient of its own."""
     pixels = image.astype(np.float32)[..., None]
     return Photograph(pixels, mask.astype(np.uint8), label, name, name, split)
 

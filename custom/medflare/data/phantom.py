@@ -213,9 +213,8 @@ def _distance(eye: _Eye, ratio: float = 1.0, shift: tuple[float, float] = (0.0, 
 
 
 def _edge(distance: np.ndarray, softness: float) -> np.ndarray:
-    """1 inside, 0 outside, with a smooth step of relative width `softness` at distance 1.
-
-    Shape (H, W, 1).
+    """1 inside, 0 outside, with a smooth step of relative width `softness` at distance 1; (H, W,
+    1).
     """
     step = 1 / (1 + np.exp(np.clip((distance - 1) / softness, -30, 30)))
     return step[..., None].astype(np.float32)

@@ -44,8 +44,8 @@ _OTHER_UNITS = {1: "metres", 3: "micrometres"}
 # Pillow's formats, by content: of others it may read 8 bits a channel where more are stored.
 _FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "GIF", "WEBP", "PPM")
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # first bytes of a TIFF and a BigTIFF
-# Tags of TIFF 6.0; _WHITE is PhotometricInterpretation, 0 if the lowest number is white.
-_BITS, _COMPRESSION, _WHITE, _EXTRA_SAMPLES, _SAMPLE_FORMAT = 258, 259, 262, 338, 339
+# Tags of TIFF 6.0; PhotometricInterpretation is 0 if the lowest number is white.
+_BITS, _COMPRESSION, _PHOTOMETRIC, _EXTRA_SAMPLES, _SAMPLE_FORMAT = 258, 259, 262, 338, 339
 _CHUNK = 2**20  # bytes
 _LOSS = 48  # by which JPEG may move black and white
 _EDGE = 3  # half the width, in pixels, of the greys that JPEG makes at an edge
@@ -129,8 +129,8 @@ def is_dicom(path: Path) -> bool:
 
 
 def dicom_images(files: Iterable[Path], *, segmentations: bool = True) -> Iterator[Path]:
-    """Those that are DICOM images, with or without segmentation objects: directories, reports and
-    presentation states have no rows.
+    """The files that are DICOM images, with or without segmentation objects: directories, reports
+    and presentation states have no rows.
     """
     for file in files:
         if file.is_file() and is_dicom(file) and _is_image(file, segmentations):
@@ -324,7 +324,8 @@ def _check_channels(image: Any, tags: Mapping[int, Any], path: Path, mask: bool)
 def _bits_of_ppm(path: Path) -> int:
     """The bits of a number in a PGM or PPM, by the number of white, the third one of its header.
 
-    DataError for another white than 255 and 65535, to which Pillow scales all numbers.
+    Raises:
+        DataError: white is not 255 or 65535, to which Pillow scales all numbers.
     """
     with path.open("rb") as file:
         header = re.sub(rb"#[^\n]*", b"", file.read(1000)).split(maxsplit=4)
@@ -341,7 +342,8 @@ def _black_and_white(image: Any, path: Path) -> np.ndarray:
     """A JPEG mask (rows, columns) as 0 and 255: compression moved its values, and made greys at its
     edges.
 
-    DataError if it has other values than black and white.
+    Raises:
+        DataError: it has other values than black and white.
     """
     from scipy.ndimage import binary_erosion
 
@@ -433,7 +435,7 @@ def _as_tagged(array: np.ndarray, tags: Any, path: Path, mask: bool) -> np.ndarr
     bits = max(tags.get(_BITS, (1,)))
     sample_format = max(tags.get(_SAMPLE_FORMAT, (1,)))
     compressed = tags.get(_COMPRESSION, 1) != 1
-    inverted = tags.get(_WHITE) == 0
+    inverted = tags.get(_PHOTOMETRIC) == 0
     if array.dtype.itemsize > 2 and tags.prefix == b"MM" and compressed:
         raise DataError(
             f"{path}: a compressed big-endian TIFF, whose bytes Pillow exchanges; "

@@ -1,6 +1,5 @@
-"""Transforms of MONAI and extensions by configuration.
-
-Resizing and intensity scaling once per image, random augmentation per training batch.
+"""Transforms of MONAI and extensions by configuration: resizing and intensity scaling once per
+image, random augmentation per training batch.
 """
 
 import inspect
@@ -51,7 +50,8 @@ class Preprocessing:
     def intensities(self, array: np.ndarray) -> Tensor:
         """The intensity transform alone, float32 (C, h, w); the array is not changed.
 
-        Raises ConfigError for a transform that changes channels or size.
+        Raises:
+            ConfigError: the transform changes channels or size.
         """
         with plain_tensors():  # of a copy: some transforms write into their images
             image = torch.tensor(array, dtype=torch.float32)
@@ -72,9 +72,8 @@ class Preprocessing:
 
 
 def resized(images: Tensor, size: tuple[int, ...], mode: str = "") -> Tensor:
-    """Images or probabilities (N, C, ...) of this size (N, C, *size).
-
-    By area averaging if all sides shrink, else linearly; or by another `mode`.
+    """Images or probabilities (N, C, ...) in this size (N, C, *size): by area averaging if all
+    sides shrink, else linearly, or by another `mode`.
     """
     if images.shape[2:] == size:
         return images
@@ -140,7 +139,7 @@ class Augmentation:
     def __call__(
         self, images: Tensor, targets: Tensor, random: np.random.RandomState
     ) -> tuple[Tensor, Tensor]:
-        """A batch, image by image.
+        """The batch, augmented image by image.
 
         Args:
             images: float32 (N, C, ...).
