@@ -46,7 +46,8 @@ SIZING = frozenset({"keep_size", "spatial_size"})
 def is_usual(settings: Json) -> bool:
     """Whether no argument makes the transform {"name": ..., arguments} slow or its result large.
 
-    ConfigError for an extension that cannot be used.
+    Raises:
+        ConfigError: an extension cannot be used.
     """
     TRANSFORMS.foreign(settings["name"])
     return settings["name"] in frozenset.union(*_USUAL.values()) and not SIZING & settings.keys()

@@ -75,7 +75,7 @@ class Cases:
         return any(0 < patients < minimum for patients in counts)
 
     def to_dict(self) -> JsonDict:
-        """The same as JSON values: six decimals, null where undefined; probabilities with nine
+        """The cases as JSON values: six decimals, null where undefined; probabilities with nine
         digits, since equal ones change areas under curves.
 
         Examples:
@@ -142,9 +142,8 @@ def curve_names(target: str, labels: Sequence[str]) -> tuple[str, ...]:
 
 
 def class_report(cases: Cases, target: str, labels: Sequence[str]) -> JsonDict:
-    """Confusion counts and ROC curves of one model on one split.
-
-    Empty for segmentation, without images, and with more than `MOST_CLASSES` labels.
+    """Confusion counts and ROC curves of one model on one split; empty for segmentation, without
+    images, and with more than `MOST_CLASSES` labels.
 
     Returns:
         confusion: for every matrix of `matrix_names` the numbers of images, rows: truth, columns:
@@ -383,5 +382,5 @@ def _curve(scores: Floats, truth: Bools, independent: bool) -> JsonDict:
 
 
 def rounded(value: float) -> float | None:
-    """Of metadata: seven decimals, None for NaN."""
+    """Metadata with seven decimals, and None for NaN."""
     return None if math.isnan(value) else round(value, ROUNDED)

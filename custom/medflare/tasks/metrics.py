@@ -1,6 +1,5 @@
-"""Metrics per patient from probabilities.
-
-An undefined metric is None with its reason, never 0 or 1. The table is in `metrics_table`.
+"""Metrics per patient from probabilities; an undefined one is None with its reason, never 0 or 1.
+The table is in `metrics_table`.
 """
 
 import math
@@ -63,7 +62,7 @@ class MetricParts:
     structures: tuple[str, ...] = ()  # names of the measured structures; empty for classification
 
     def of(self, rows: Sequence[int] | Tensor) -> "MetricParts":
-        """Some of the images, in this order."""
+        """The parts of some of the images, in this order."""
         index = torch.as_tensor(rows, dtype=torch.long)
         parts = {name: part[index] for name, part in self.parts.items()}
         return replace(self, parts=parts, finite=self.finite[index])

@@ -71,7 +71,7 @@ class Metric:
 
     @property
     def kind(self) -> str:
-        """The kind of tasks that it is for."""
+        """The kind of tasks for which the metric is."""
         return "classification" if self.source == "classes" else "segmentation"
 
 
@@ -102,8 +102,8 @@ def boundary_distance(
     """95th percentile Hausdorff distance, float64 (N, C), of masks, bool (N, C, ...); in pixels
     without a spacing.
 
-    The larger of the two directed 95th percentiles; NaN unless truth and prediction both have
-    pixels. The parts of MONAI's `compute_hausdorff_distance` without its slow cropping.
+    It is the larger of the two directed 95th percentiles, NaN unless truth and prediction both have
+    pixels, by the parts of MONAI's `compute_hausdorff_distance` without its slow cropping.
 
     Examples:
         >>> import torch
@@ -192,7 +192,7 @@ def lesion_f1(predicted: "Tensor", truth: "Tensor") -> "Tensor":
     from scipy.ndimage import label
 
     def lesions(mask: Any, other: Any) -> tuple[int, int]:
-        """How many there are, and how many of them overlap the other mask."""
+        """The number of lesions, and of those that overlap the other mask."""
         numbered, count = label(mask, np.ones((3,) * mask.ndim))
         return count, len(np.unique(numbered[other & mask]))
 
@@ -315,8 +315,8 @@ METRICS: Mapping[str, Metric] = {
 
 
 def _try(metric: Any) -> None:
-    """Raises if it is no `Metric`, or its values for examples do not have the right shape, or are
-    outside its bounds.
+    """Raise if an object is no `Metric`, or its values for examples do not have the right shape, or
+    are outside its bounds.
     """
     if not isinstance(metric, Metric):
         raise TypeError(f"{metric!r} is no {Metric.__module__}.Metric")

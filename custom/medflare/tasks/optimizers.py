@@ -139,8 +139,8 @@ def check_optimizer(settings: Json, location: str) -> None:
 
 
 class _ValuesValid(Exception):
-    """In location of parameters: raised when torch, which has validated all values by then, reads
-    them.
+    """Stands in the place of parameters and is raised when torch, which has validated all values by
+    then, reads them.
     """
 
     def __iter__(self) -> "Iterator[nn.Parameter]":
@@ -173,7 +173,7 @@ class Schedule:
         return self._factor(round - self.warmup_rounds, rounds - self.warmup_rounds)
 
     def _factor(self, round: int, rounds: int) -> float:
-        """The same without the warm-up, which `round` and `rounds` do not include."""
+        """The factor without the warm-up, which `round` and `rounds` do not include."""
         return 1.0
 
 

@@ -32,7 +32,7 @@ _UNDEFINED = 0.1  # largest share of undefined resamples
 
 @dataclass(frozen=True)
 class Summary:
-    """A model on one split."""
+    """The summary of a model on one split."""
 
     metrics: Values  # metric -> value; None where it is undefined
     # Predictions of single patients; they stay at the site.
@@ -156,9 +156,7 @@ def mean_of_defined(values: Floats, weights: Floats) -> Floats:
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
     """The 95 % percentile bootstrap interval of a mean (Efron and Tibshirani, An Introduction to
-    the Bootstrap, 1993, Sec. 13.3).
-
-    None where `has_interval` forbids it.
+    the Bootstrap, 1993, Sec. 13.3); None where `has_interval` forbids it.
     """
     if not has_interval(len(values)):
         return None
