@@ -1,6 +1,5 @@
-"""Networks by name: ours, those of `monai.networks.nets`, and those of trusted packages.
-
-Every one is a `features.FeatureNetwork`.
+"""Networks by name: ours, those of `monai.networks.nets`, and those of trusted packages; each is a
+`features.FeatureNetwork`.
 """
 
 import inspect

@@ -21,10 +21,11 @@ _COPIES = 4  # of the weights: themselves, their gradients and Adam's two moment
 
 
 def check_network(task: TaskConfig) -> FeatureNetwork:
-    """The task's network on the meta device, if it accepts the task's images and returns logits of
-    the task's shape.
+    """The task's network on the meta device.
 
-    ConfigError otherwise; for a wrong image size, with a larger size that works.
+    Raises:
+        ConfigError: it does not accept the task's images, or returns logits of another shape than
+            the task's; for a wrong image size, with a larger size that works.
     """
     try:
         return _checked(task)
@@ -77,7 +78,7 @@ def step_bytes(task: TaskConfig, batch: int) -> int:
 
 @torch.no_grad()
 def _checked(task: TaskConfig) -> FeatureNetwork:
-    """As `check_network`, for the task's own size only."""
+    """The network of `check_network`, for the task's own size only."""
     network = meta_network(task)
     location = f"task {task.name}: network {task.network['name']}"
     expected = [2, task.outputs]

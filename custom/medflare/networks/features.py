@@ -102,7 +102,7 @@ class FeatureNetwork(nn.Module):
     has_features = True  # whether `features_and_output` works
 
     def __init_subclass__(cls, **options: Any):
-        """Decorates what a subclass overrides."""
+        """Decorates the methods that a subclass overrides."""
         super().__init_subclass__(**options)
         for name in {"forward", "features_and_output"} & vars(cls).keys():
             setattr(cls, name, in_precision(vars(cls)[name]))
@@ -118,7 +118,7 @@ class FeatureNetwork(nn.Module):
         self._fixed: FixedFeatures | None = None
 
     def train(self, mode: bool = True) -> "FeatureNetwork":
-        """As of every module; frozen parts stay in evaluation mode."""
+        """Sets the mode as for every module; frozen parts stay in evaluation mode."""
         super().train(mode)
         for path in self._frozen:
             self.get_submodule(path).eval()
@@ -126,8 +126,8 @@ class FeatureNetwork(nn.Module):
 
     @contextmanager
     def frozen(self, paths: Sequence[str], fixed: FixedFeatures | None = None) -> Iterator[None]:
-        """Inside, the modules with these paths ("body") do not change: no gradients, no running
-        statistics, no dropout.
+        """Within the context, the modules with these paths ("body") do not change: no gradients, no
+        running statistics, no dropout.
 
         `fixed`: the body's features, which are kept there; the body has the same weights each time.
         """
@@ -207,8 +207,8 @@ def zero_images(task: TaskConfig, device: torch.device | str = "meta") -> Tensor
 
 
 class WholeNetwork(FeatureNetwork):
-    """A network of another library. It runs unchanged; its last layer is the head, the rest is the
-    body.
+    """A network of another library, which runs unchanged; its last layer is the head, the rest is
+    the body.
 
     The names of the body's weights are the network's names after "body."; those of the last layer
     are "head.weight" and "head.bias".
@@ -261,8 +261,8 @@ class WholeNetwork(FeatureNetwork):
 
 
 class _LastLayer(nn.Module):
-    """In the place of the last layer: calls the network's head, which may be replaced, and records
-    its inputs while `inputs` is a list.
+    """Replaces the last layer: calls the network's head, which may be replaced, and records its
+    inputs while `inputs` is a list.
     """
 
     def __init__(self, network: WholeNetwork):

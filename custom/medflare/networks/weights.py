@@ -3,7 +3,7 @@
 A task has `network.weights = {"file", "sha256", "format", "part"}`; the server knows the folder.
 The formats:
 
-    medflare       model.safetensors of a delivered model of one network
+    medflare       model.safetensors of a final model of one network
     safetensors    a state dict under the network's own names: MONAI's, for one of MONAI's networks
     torch          the same, written by torch.save
     torchvision    a state dict of another library with other names: entries are matched by their
@@ -152,7 +152,7 @@ class Packaged:
 
     @property
     def path(self) -> Path | None:
-        """Of the file; None if the package is not installed."""
+        """The path of the file; None if the package is not installed."""
         package = find_spec(self.package)
         if package is None:
             return None
@@ -202,8 +202,9 @@ def pretrained_settings(task: TaskConfig) -> dict[str, Any]:
     """The settings "network" and "intensity" of a 2-D task that starts from the weights of an
     installed package.
 
-    ConfigError: see `packaged_weights`; or images with other channels or dimensions than those of
-        the weights.
+    Raises:
+        ConfigError: see `packaged_weights`; or images with other channels or dimensions than those
+            of the weights.
     """
     name = task.network["name"]
     weights = packaged_weights(name)
@@ -228,7 +229,7 @@ def scaled_for(weights: Packaged, intensity: Mapping[str, Any]) -> dict[str, Any
     return scaled
 
 
-def _read_delivered(path: Path) -> StateDict:
+def _read_final_model(path: Path) -> StateDict:
     message = read_message(path)
     kind = message.meta.get("kind")
     if kind != "plain" or set(message.states) != {"model"}:
@@ -257,7 +258,7 @@ def _read_torch(path: Path) -> StateDict:
 
 
 _FORMATS: dict[str, Callable[[Path], StateDict]] = {
-    "medflare": _read_delivered,
+    "medflare": _read_final_model,
     "safetensors": load_file,
     "torch": _read_torch,
     "torchvision": _read_torch,
