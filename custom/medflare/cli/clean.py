@@ -50,7 +50,8 @@ def clean(folders: PathArguments, yes: bool = False) -> None:
 def runs_in(folders: list[Path]) -> Iterator[Path]:
     """The folders of runs at or directly below some folders, each once.
 
-    StateError: a folder without a run.
+    Raises:
+        StateError: a folder without a run.
     """
     from medflare.federation.checkpoint import has_run
 
@@ -101,7 +102,7 @@ def _delete(paths: Iterable[Path]) -> None:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of all files in a folder; links count nothing."""
+    """The bytes of a file, or of all files in a folder; links count nothing."""
     files = [path, *path.rglob("*")]
     return sum(file.lstat().st_size for file in files if file.is_file() and not file.is_symlink())
 
@@ -109,7 +110,7 @@ def size_of(path: Path) -> int:
 def _copies(run: Path) -> Iterator[Path]:
     """The sites' model folders whose weights are also in models/, or in another folder of a site.
 
-    Of equal models the first one stays, a deployed one if there is any.
+    If models are equal, the first one stays, a deployed one if there is any.
     """
     from medflare.federation.run import MODELS_FOLDER, SITES_FOLDER
     from medflare.inference.deployed import CARD_FILE, WEIGHTS_FILE

@@ -371,7 +371,8 @@ def features(
 def _task(name: str | None, root: Path) -> "TaskConfig":
     """The named task, otherwise the one beside the data, otherwise the proposed one.
 
-    DataError: no task can be proposed.
+    Raises:
+        DataError: no task can be proposed.
     """
     from medflare.preparation.mask_values import UnclearValuesError
     from medflare.preparation.proposing import TaskHints, propose

@@ -59,7 +59,8 @@ _ENTRY = r"^    (\S.*(?:\n {5,}.+)*)"  # of a section of a docstring
 def _take_file(context: typer.Context, file: Path | None) -> Path | None:
     """Make the values of a JSON file the defaults of a command's options.
 
-    ConfigError: not a file of options.
+    Raises:
+        ConfigError: it is no file of options.
     """
     if file is None or context.resilient_parsing:
         return file
@@ -267,7 +268,8 @@ def refuse_used(reason: str, **values: Any) -> None:
 def set_values(settings: Iterable[str]) -> Json:
     """Name -> value of every --set NAME=VALUE, the last one of a name.
 
-    ConfigError: a setting that is not of that form.
+    Raises:
+        ConfigError: a setting is not of that form.
     """
     from medflare.core.hyper import parsed_value
 
@@ -314,7 +316,8 @@ def names_in(text: str) -> list[str]:
 def site_names(text: str) -> list[str]:
     """Names of sites, from their names or their number: "2" -> site-1, site-2.
 
-    ConfigError: there is none, or a name is there twice.
+    Raises:
+        ConfigError: there is none, or a name is there twice.
     """
     if text.isdecimal():
         names = [f"site-{index + 1}" for index in range(int(text))]
@@ -331,9 +334,8 @@ def site_names(text: str) -> list[str]:
 
 
 def default_sites(data_root: Path | None) -> list[str]:
-    """Names of the sites with a folder in the data root, DataError if it has none.
-
-    Without a data root, four sites with embedded images.
+    """Names of the sites with a folder in the data root, DataError if it has none; without a data
+    root, four sites with embedded images.
     """
     from medflare.data.datalist import site_folders, site_name
 

@@ -114,7 +114,8 @@ def read_object(path: Path) -> JsonDict:
 def certificate_end(name: str, root: Path, certificate: Path) -> datetime:
     """The end of a party's certificate; FLARE may wait for an invalid one without a message.
 
-    ConfigError: a file cannot be read, or is not valid now.
+    Raises:
+        ConfigError: a file cannot be read, or is not valid now.
     """
     now = datetime.now(timezone.utc)
     for file in (root, certificate):
