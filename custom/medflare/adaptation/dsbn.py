@@ -1,7 +1,7 @@
 """DSBN: BatchNorm statistics re-estimated from a site's unlabelled images (after Chang et al., CVPR
 2019; GRACE paper, Table 3).
 
-Works on any trained model with BatchNorm; the weights do not change.
+It works on any trained model with BatchNorm; the weights do not change.
 """
 
 import copy

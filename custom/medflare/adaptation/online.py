@@ -59,7 +59,7 @@ class Online(nn.Module):
         raise NotImplementedError
 
     def descend(self, loss: Tensor) -> None:
-        """A step of the optimizer."""
+        """Take a step of the optimizer."""
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()

@@ -42,13 +42,13 @@ class Estimating(Protocol):
     """An adaptation that estimates a state from all images, before the first is predicted."""
 
     def adapt(self, batches: Iterable[Tensor]) -> None:
-        """Estimate it from images (N, C, H, W), in one pass."""
+        """Estimate the state from images (N, C, H, W), in one pass."""
 
     def statistics(self) -> StateDict:
         """What was estimated."""
 
     def load_statistics(self, state: StateDict) -> None:
-        """Restore it."""
+        """Restore what `statistics` returned."""
 
 
 @strict_dataclass
@@ -57,7 +57,7 @@ class _NoSettings:
 
 
 def _in_batches(adaptation: Any) -> Callable[..., nn.Module]:
-    """Of Tent and SAR, whose batches are the task's unless the settings say otherwise."""
+    """Makes Tent or SAR with the task's batches, unless the settings say otherwise."""
     return lambda model, task, message, settings: adaptation(
         model, task.target, settings, settings.batch_size or task.batch_size
     )
