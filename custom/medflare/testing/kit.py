@@ -122,7 +122,7 @@ def final_models(method: str | Method, **hyper: Any) -> dict[str, str]:
 
 
 def _without_figures() -> Any:
-    """Inside, reports have no figures, which take half of a run's time."""
+    """Within the context, reports have no figures, which take half of a run's time."""
     return patch.object(Drawing, "svg", return_value=None)
 
 
@@ -354,7 +354,9 @@ class _Kit:
             raise Failed(problem)
 
     def other_test_images(self) -> None:
-        """The server's models do not depend on them; those that a site adapts to its images do."""
+        """Check that the server's models do not depend on the test images; those that a site adapts
+        to its images do.
+        """
         self.run("tests", opener=partial(_with_other_tests, self.task))
         problem = "depends on test images; train and select without them"
         self._compare(self.folder / "tests", "models", problem)
@@ -438,7 +440,7 @@ def _global_generators() -> dict[str, Any]:
 
 
 def _drawn_generators() -> dict[str, Any]:
-    """The same after a draw from each, so that it shows if one is seeded as before."""
+    """The states after a draw from each generator, which shows if one is seeded as before."""
     torch.rand(1)
     np.random.random()
     random.random()

@@ -42,7 +42,7 @@ def _place(value: Any) -> Any:
 
 
 def keyed_generator(seed: Any = None) -> np.random.Generator:
-    """In the place of `default_rng`."""
+    """The generator of `default_rng`, whose seed must have keys."""
     _require_key(seed)
     return _new_generator(seed)
 
