@@ -59,8 +59,8 @@ class NoisyOptimizer(DPOptimizer):
         self.random = random
 
     def clip_and_accumulate(self) -> None:
-        """As Opacus, without the patients whose gradient is not finite: clipping makes it 0 · inf,
-        which is NaN, and NaN plus noise is NaN.
+        """Clips and adds as Opacus, without the patients whose gradient is not finite: clipping
+        makes it 0 · inf, which is NaN, and NaN plus noise is NaN.
         """
         samples = self.grad_samples
         if len(samples[0]):

@@ -118,7 +118,7 @@ class Account:
         return sum(release.steps for release in self.ledger.releases())
 
     def charge(self, release: Release, epsilon_of: Accountant) -> None:
-        """As `Budget.charge`, in both ledgers."""
+        """Counts a release in both ledgers, as `Budget.charge`."""
         if self.budget is not None:
             self.budget.charge(release, epsilon_of)
         self.ledger.add(release)

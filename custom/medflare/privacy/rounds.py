@@ -51,9 +51,8 @@ def system_generator() -> np.random.Generator:
 
 
 def privacy_cost(site: Site, account: Account, hyper: PrivacyHyper) -> dict[str, Any] | None:
-    """{"epsilon", "delta", "steps"} of this run so far; "epsilon" is None if infinite.
-
-    None before the first release.
+    """{"epsilon", "delta", "steps"} of this run so far, None before the first release; "epsilon" is
+    None if infinite.
     """
     releases = account.ledger.releases()
     if not releases:
