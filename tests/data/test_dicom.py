@@ -23,7 +23,7 @@ from helpers.volume_sites import (
     tagged,
     write,
 )
-from medflare.core.errors import DataError
+from medflare.core.errors import DataError, UnreadableError
 from medflare.data.acquisition import acquisition_of
 from medflare.data.decoding import Source
 from medflare.data.dicom import segments
@@ -99,9 +99,20 @@ def test_slope_intercept_and_inverted_images(tmp_path: Path, slope: int, interce
     np.testing.assert_array_equal(pictured(usual)[0], PIXELS * float(slope) + intercept)
     np.testing.assert_array_equal(pictured(inverse), pictured(usual))
     drawn = rewritten(
-        tmp_path / "ct/mask.dcm", PIXELS, PhotometricInterpretation="MONOCHROME1", BitsStored=12
+        tmp_path / "ct/mask.dcm",
+        PIXELS,
+        PhotometricInterpretation="MONOCHROME1",
+        BitsStored=12,
+        HighBit=11,
     )
     np.testing.assert_array_equal(masked(drawn)[0], PIXELS)
+
+
+def test_numbers_that_do_not_end_at_the_lowest_bit(tmp_path: Path) -> None:
+    """As of old detectors, twelve bits in the upper ones of sixteen: the lowest were read."""
+    file = rewritten(tmp_path / "ct/a.dcm", PIXELS * 16, BitsStored=12, HighBit=15)
+    with pytest.raises(UnreadableError, match="HighBit"):
+        pictured(file)
 
 
 def test_tables(tmp_path: Path) -> None:

@@ -245,6 +245,10 @@ def pixels(dataset: Any, *, mask: bool = False) -> tuple[np.ndarray, bool]:
 
 def _decoded(dataset: Any) -> np.ndarray:
     """The stored numbers; ValueError with a text of our own for damaged or cut-off pixels."""
+    # pydicom reads the lowest bits (PS3.5, Sec. 8.1.1).
+    compressed = dataset.file_meta.TransferSyntaxUID.is_encapsulated
+    if not compressed and dataset.get("HighBit", 0) >= dataset.get("BitsStored", 64):
+        raise ValueError("its numbers do not end at the lowest bit (HighBit); export it again")
     try:
         return dataset.pixel_array
     except Exception as error:
