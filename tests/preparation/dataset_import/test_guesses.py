@@ -1400,3 +1400,15 @@ def test_folders_of_masks_in_each_case_are_no_classes(
     for entry in entries:
         (mask_file,) = entry.masks
         assert mask_file == entry.image.parent.parent / "masks" / entry.image.name
+
+
+def test_ages_name_no_images(tmp_path: Path) -> None:
+    """Before, the child of 12 years had the picture of the number 12."""
+    children = [("Name", "Age", "Dx")]
+    for number in range(1, 13):
+        picture(tmp_path / f"{number}.png", 60 + number)
+        children.append((f"child {number}", str(13 - number), "ab"[number % 2]))
+    table(tmp_path / "children.csv", *children)
+    assert "no column is recognized as the image" in error_of(tmp_path)
+    report = imported(tmp_path, columns=Columns(image="Age"))
+    assert len(report.dataset.items) == 12
