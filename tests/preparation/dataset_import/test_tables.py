@@ -271,6 +271,19 @@ def test_a_cell_that_lists_labels_is_refused(joined: str, tmp_path: Path) -> Non
     assert repr(joined) in text and "write | between them" in text
 
 
+def test_cells_that_all_list_labels_are_findings(tmp_path: Path) -> None:
+    """As PadChest's Labels; with one in each, as ODIR-5K's, they are classes."""
+    names = pictures(tmp_path)
+    cells = ["['mass']", "['mass', 'effusion, left']", '["no finding"]']
+    lines = [f"{name};{cells[n % 3]}" for n, name in enumerate(names)]
+    (tmp_path / "t.csv").write_text("\n".join(["image;label", *lines]))
+    expected = [["mass"], ["effusion, left", "mass"], []]
+    assert labels_of(tmp_path) == {name: expected[n % 3] for n, name in enumerate(names)}
+    lines = [f"{name};['{'DN'[n % 2]}']" for n, name in enumerate(names)]
+    (tmp_path / "t.csv").write_text("\n".join(["image;label", *lines]))
+    assert labels_of(tmp_path) == {name: "DN"[n % 2] for n, name in enumerate(names)}
+
+
 # -- rows ----------------------------------------------------------------------------------------
 
 

@@ -54,6 +54,9 @@ from medflare.preparation.dataset_import.names import (
 )
 from medflare.preparation.dataset_import.options import DEFAULTS, Columns, ImportOptions
 
+# Findings as Python and JSON write them, and what is between two: ['effusion', 'mass']
+_LIST = r"\[(['\"]).*\1\]"
+_BETWEEN = r"['\"], *['\"]"
 _DATE = re.compile(r"\d{4}-\d\d-\d\d 00:00:00")  # of a cell of Excel
 _EXCEL_ERROR = re.compile(r"#(N/A|NV|[A-ZÀ-Ü/0]+[!?])")  # as #REF! and #BEZUG!
 _MASK_COLUMNS: list[str] = WORDS["column"]["mask"]  # usual names
@@ -684,6 +687,8 @@ def _encode_labels(
     if cells.shape[1] == 1:
         column = cells.iloc[:, 0].map(patient_id)  # "1.0" of a table with empty cells is 1
         location = f"{location}: column {column.name}"
+        if column.str.fullmatch(_LIST).all():
+            column = column.str[2:-2].str.replace(_BETWEEN, "|", regex=True)
         if column.str.contains("|", regex=False).any():
             findings = column.str.get_dummies("|")
             names = [name for name in findings if name.lower() not in WORDS["no_finding"]]
