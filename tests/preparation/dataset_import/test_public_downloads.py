@@ -12,7 +12,7 @@ import pytest
 from helpers.downloaded_folders import classes, mask, pairs, picture, table
 from helpers.volume_sites import write
 from medflare.preparation.dataset_import.options import Columns
-from preparation.dataset_import.test_segmentation_layouts import error_of, imported
+from preparation.dataset_import.test_segmentation_layouts import error_of, files, imported
 
 
 @pytest.mark.parametrize("names", [("trainx/X_{n}", "trainy/Y_{n}"), ("b/{n}a", "c/{n}z")])
@@ -417,3 +417,19 @@ def test_archives_beside_folders_of_sites_are_named(tmp_path: Path) -> None:
     (tmp_path / "raw" / "C.zip").write_bytes(b"PK")
     report = imported(tmp_path / "raw", site_folders=True, out=tmp_path / "out")
     assert "files to unpack: 1, the first: C.zip" in report.render()
+
+
+def test_folders_of_centres_in_one_folder_are_named(tmp_path: Path) -> None:
+    """As PolypGen: the centres were joined without a word."""
+    for centre in ("C1", "C2"):
+        data = tmp_path / f"PolypGen/data_{centre}"
+        pairs(data, 6, f"images_{centre}/{{n}}.png", f"masks_{centre}/{{n}}.png")
+    home = tmp_path / "PolypGen"
+    (line,) = (text for text in imported(tmp_path).warnings if "--site-folders" in text)
+    assert "data_C1, data_C2" in line and f"{home} --site-folders --out" in line
+    (tmp_path / "datalist.json").unlink()
+    report = imported(home, site_folders=True, out=tmp_path / "DATA")
+    assert {site: len(items) for site, items in report.sites.items()} == {
+        "data_C1": 6,
+        "data_C2": 6,
+    }

@@ -41,6 +41,7 @@ from medflare.preparation.dataset_import.folders import (
     ImageFolder,
     Item,
     check_patterns,
+    common_folder,
     is_system_folder,
     is_table,
     lines_of_unread,
@@ -350,7 +351,7 @@ def _with_splits(folder: ImageFolder, dataset: Dataset, options: ImportOptions) 
             f"that it begins; if a patient has several, give {choice} or --patient-column"
         )
     if not (options.sites or options.columns.site):
-        warnings.append(_site_warning(dataset.items, root))
+        warnings.append(_site_warning(dataset.items))
     if options.out is not None and (root / FILE).exists():
         warnings.append(
             f"patients and splits of the {FILE} in the folder are not used; to keep them, take the "
@@ -474,12 +475,13 @@ def _refuse_classes_of_one_split(
         )
 
 
-def _site_warning(items: Sequence[Item], root: Path) -> str:
+def _site_warning(items: Sequence[Item]) -> str:
     """A line if every image and its masks are in one of a few folders that may be sites or splits.
 
     Otherwise "".
     """
     counts: Counter[str] = Counter()
+    root = common_folder(file for item in items for file in (item.first, *item.masks))
     for item in items:
         tops = {file.relative_to(root).parts[0] for file in (item.first, *item.masks)}
         if len(tops) > 1:
@@ -493,8 +495,8 @@ def _site_warning(items: Sequence[Item], root: Path) -> str:
     folders = ", ".join(sorted(counts))
     return (
         f"all images are in the folders {folders}; if they are splits, rename them train, val and "
-        "test, if each is a site, give --site-folders --out DATA, if each is a class, --kind "
-        "classification"
+        f"test, if each is a site, give {root} --site-folders --out DATA, if each is a class, "
+        "--kind classification"
     )
 
 
