@@ -433,3 +433,17 @@ def test_folders_of_centres_in_one_folder_are_named(tmp_path: Path) -> None:
         "data_C1": 6,
         "data_C2": 6,
     }
+
+
+def test_cases_whose_folders_are_called_like_files_and_a_word(tmp_path: Path) -> None:
+    """As UCSF-PDGM, with two masks in each case."""
+    case = "P-{n4}_nifti/P-{n4}"
+    names = [f"{case}_{name}.nii.gz" for name in ("FLAIR", "T1", "brain_seg*", "tumor_seg*")]
+    files(tmp_path, *(name.replace("*.nii.gz", ".nii.gz*") for name in names))
+    assert "leave out all but one" in error_of(tmp_path)
+    report = imported(tmp_path, leave_out=("*brain*",))
+    assert [*report.dataset.channels.values()] == ["flair", "t1"]
+    for item in report.dataset.items:
+        number = item.first.parent.name.removesuffix("_nifti")
+        found = [path.name.removeprefix(number) for path in item.paths]
+        assert found == ["_FLAIR.nii.gz", "_T1.nii.gz", "_tumor_seg.nii.gz"]

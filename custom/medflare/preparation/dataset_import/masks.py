@@ -265,6 +265,9 @@ def _without_pairs(folder: ImageFolder, masks: Sequence[Path], images: Sequence[
     else:
         problem += f", as {folder.relative(masks[0])} beside {folder.relative(images[0])}"
         remedy += f", as {stem(images[0])}_mask{suffix(masks[0])} for the mask of this image"
+    of_case = [image for image in images if image.parent == several] or images_there
+    if count > 1 and 0 < len(of_case) < len(images):
+        remedy = f"if these are the masks of one image, leave out all but one; otherwise {remedy}"
     return (
         f"{problem}{_several_series(folder)}; {remedy}, or give a table with --mask-column; if the "
         "folders are classes, give --kind classification"
@@ -367,8 +370,9 @@ def _assign_in_cases(
 
 
 def _name_in_case(folder: ImageFolder, file: Path, case: Path) -> str:
-    """The name of a file without that of its case before it."""
-    return folder.names[file].name.removeprefix(case.name.lower()).strip(" _.-")
+    """The name of a file without that of its case before it, as of P1_nifti/P1_T1.nii.gz."""
+    of_case = re.sub(r"[ _.-]+[^\W\d]+$", "", case.name.lower())
+    return folder.names[file].name.removeprefix(of_case).strip(" _.-")
 
 
 def _two_images(folder: ImageFolder, images: Sequence[Path], mask: Path) -> DataError:
