@@ -447,3 +447,14 @@ def test_cases_whose_folders_are_called_like_files_and_a_word(tmp_path: Path) ->
         number = item.first.parent.name.removesuffix("_nifti")
         found = [path.name.removeprefix(number) for path in item.paths]
         assert found == ["_FLAIR.nii.gz", "_T1.nii.gz", "_tumor_seg.nii.gz"]
+
+
+def test_masks_of_several_values_in_other_folders_may_be_left_out(tmp_path: Path) -> None:
+    """As COVID-19-CT-Seg_20cases."""
+    files(
+        tmp_path, "CT-Seg_20cases/{n}.nii.gz", "Lung_Mask/{n}.nii.gz", "Infection_Mask/{n}.nii.gz*"
+    )
+    assert "as with --leave-out Lung_Mask, or" in error_of(tmp_path)
+    report = imported(tmp_path, leave_out=("Lung_Mask",))
+    found = {(item.first.parent.name, item.masks[0].parent.name) for item in report.dataset.items}
+    assert found == {("CT-Seg_20cases", "Infection_Mask")}

@@ -1,6 +1,7 @@
 """Images with a mask of every structure: in folders, in files, or told by the masks' names."""
 
 import re
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -82,7 +83,8 @@ def structure_folders(folder: ImageFolder, options: ImportOptions) -> Dataset | 
         raise DataError(
             f"{folder.root}: {listed} have pictures of two values only, as masks do, beside "
             f"{', '.join(homes)}; call their folder masks if the others hold channels of one "
-            f"image, list them in a table with --mask-column, or {remedy}"
+            f"image, list them in a table with --mask-column, leave masks out, as with --leave-out "
+            f"{shlex.quote(homes[-1])}, or {remedy}"
         )
     if not kind and home and not {*words(home)} <= IMAGE_WORDS:
         raise DataError(
