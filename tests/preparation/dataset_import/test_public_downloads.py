@@ -458,3 +458,13 @@ def test_masks_of_several_values_in_other_folders_may_be_left_out(tmp_path: Path
     report = imported(tmp_path, leave_out=("Lung_Mask",))
     found = {(item.first.parent.name, item.masks[0].parent.name) for item in report.dataset.items}
     assert found == {("CT-Seg_20cases", "Infection_Mask")}
+
+
+def test_masks_that_readers_agree_on_are_no_structures(tmp_path: Path) -> None:
+    """As KiTS21, whose aggregated masks are of all, most or one of the readers."""
+    names = [f"aggregated_{name}_seg.nii.gz" for name in ("AND", "MAJ", "OR")]
+    files(tmp_path, "case_{n}/imaging.nii.gz", *(f"case_{{n}}/{name}*" for name in names))
+    text = error_of(tmp_path)
+    assert "are aggregated_and, aggregated_maj, aggregated_or structures?" in text
+    report = imported(tmp_path, leave_out=("*_AND_*", "*_OR_*"))
+    assert {item.masks[0].name for item in report.dataset.items} == {names[1]}
