@@ -398,13 +398,13 @@ def test_a_table_of_sites_describes_images_in_folders_of_classes(tmp_path: Path)
 
 
 def test_a_table_of_one_class_beside_folders_of_classes_may_be_left_out(tmp_path: Path) -> None:
-    """As a sample of a submission."""
+    """As a form for the answers to a challenge."""
     for split in ("train", "val"):
         classes(tmp_path / split)
     for number in range(4):
         picture(tmp_path / "test_images" / f"{number}.png", 60 + number)
     rows = [(f"{number}.png", "cat") for number in range(4)]
-    file = table(tmp_path / "sample_submission.csv", ("id", "label"), *rows)
+    file = table(tmp_path / "answers.csv", ("id", "label"), *rows)
     text = error_of(tmp_path)
     assert "leave the table out with --leave-out" in text
     report = imported(tmp_path, leave_out=(file.name,), skip=True)
@@ -468,3 +468,18 @@ def test_masks_that_readers_agree_on_are_no_structures(tmp_path: Path) -> None:
     assert "are aggregated_and, aggregated_maj, aggregated_or structures?" in text
     report = imported(tmp_path, leave_out=("*_AND_*", "*_OR_*"))
     assert {item.masks[0].name for item in report.dataset.items} == {names[1]}
+
+
+def test_a_form_for_answers_is_no_table_of_labels(tmp_path: Path) -> None:
+    """As of challenges on Kaggle, where each test image has the class 0."""
+    rows = [("id", "label")]
+    for number in range(12):
+        picture(tmp_path / f"train/a{number}.png", 60 + number)
+        picture(tmp_path / f"test/b{number}.png", 90 + number)
+        rows.append((f"a{number}", str(number % 2)))
+    table(tmp_path / "train.csv", *rows)
+    table(tmp_path / "sample_submission.csv", ("id", "label"), *((f"b{n}", 0) for n in range(12)))
+    report = imported(tmp_path)
+    labels = {item.first.name: item.label for item in report.dataset.items}
+    assert labels == {f"a{number}.png": number % 2 for number in range(12)}
+    assert "challenge: 1, the first: sample_submission.csv" in report.render()

@@ -257,6 +257,9 @@ def scan_folder(
     notes += _line_of_files("localizers, screen saves and dose reports", aside, root)
     if others:
         notes.append(_line_of_objects(others, root))
+    tables = [file for file in all_files if is_table(file)]
+    forms = [file for file in tables if {"sample", "submission"} <= {*words(file.stem)}]
+    notes += _line_of_files("forms for the answers to a challenge", forms, root)
     notes += lines_of_unread(all_files, root)
     if not images:
         raise _without_image(root, [*notes, *unreadable[:1]])
@@ -271,7 +274,7 @@ def scan_folder(
     return ImageFolder(
         root,
         tuple(sorted(images)),
-        tuple(sorted(filter(is_table, all_files))),
+        tuple(sorted({*tables} - {*forms})),
         patients,
         segmented,
         slices,
