@@ -483,3 +483,21 @@ def test_a_form_for_answers_is_no_table_of_labels(tmp_path: Path) -> None:
     labels = {item.first.name: item.label for item in report.dataset.items}
     assert labels == {f"a{number}.png": number % 2 for number in range(12)}
     assert "challenge: 1, the first: sample_submission.csv" in report.render()
+
+
+def test_masks_of_brains_are_not_those_of_lesions(tmp_path: Path) -> None:
+    """As BIDS with the derivatives of fmriprep: before, both were masks of one structure."""
+    scan = "{n}_T1w.nii.gz"
+    inner = "derivatives/fmriprep/sub-{n}/anat/sub-{n}_desc-"
+    lesion = "derivatives/lesions/sub-{n}/anat/sub-{n}_desc-lesion_mask.nii.gz*"
+    files(tmp_path, f"sub-{{n}}/anat/sub-{scan}", lesion)
+    files(tmp_path, f"{inner}preproc_T1w.nii.gz", f"{inner}brain_mask.nii.gz*")
+    text = error_of(tmp_path)
+    assert (
+        "masks show brain, lesion; leave all but one out, as with --leave-out '*desc-brain*'"
+        in text
+    )
+    report = imported(tmp_path, leave_out=("*desc-brain*", "*desc-preproc*"))
+    pairs_found = {tuple(path.name for path in item.paths) for item in report.dataset.items}
+    expected = {(f"sub-{n}_T1w.nii.gz", f"sub-{n}_desc-lesion_mask.nii.gz") for n in range(10)}
+    assert pairs_found == expected

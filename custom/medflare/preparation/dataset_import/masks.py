@@ -41,6 +41,7 @@ SAMPLE_SIZE = 3  # pictures of a folder that are read to tell masks from photogr
 # Ends in a number (nnU-Net), or in NIfTI files in a word (`_flair`).
 _CHANNEL = re.compile(r"^(.*[^_-])[_-]+(\d{4}|[a-z][a-z0-9]*)$")
 _LABEL = re.compile(r"_label-([^_]+)")
+_DESCRIPTION = re.compile(r"_desc-([^_]+)")
 _DERIVED_WORDS = frozenset((*WORDS["derived"], *WORDS["preview"], *WORDS["version"]))
 WITHOUT_IMAGE = "a mask without an image"
 
@@ -106,6 +107,7 @@ def pair_masks(folder: ImageFolder, options: ImportOptions) -> Dataset:
         )
     _refuse_slices_beside_volumes(folder, items)
     _refuse_masks_as_channels(folder, items, channels if not options.kind else ())
+    _refuse_other_descriptions(folder, items if not options.kind else ())
     has_test = any(item.split == "test" for item in items)
     unlabelled = 0
     for path in without:
@@ -174,6 +176,18 @@ def _refuse_masks_as_channels(
             f"{folder.root}: {' and '.join(unclear)} would be among the channels of an image; "
             "leave out overlays, predictions and versions with --leave-out NAME; if all are "
             "channels, give --kind segmentation"
+        )
+
+
+def _refuse_other_descriptions(folder: ImageFolder, items: Iterable[Item]) -> None:
+    """Raise DataError for masks that BIDS describes in several ways, as of brains and lesions."""
+    names_of_masks = [stem(item.masks[0]) for item in items]
+    described = {match[1] for match in map(_DESCRIPTION.search, names_of_masks) if match}
+    if len(described) > 1:
+        names = sorted(described)
+        raise DataError(
+            f"{folder.root}: masks show {', '.join(names)}; leave all but one out, as with "
+            f"--leave-out '*desc-{names[0]}*', or if all show the same, give --kind segmentation"
         )
 
 
