@@ -501,3 +501,16 @@ def test_masks_of_brains_are_not_those_of_lesions(tmp_path: Path) -> None:
     pairs_found = {tuple(path.name for path in item.paths) for item in report.dataset.items}
     expected = {(f"sub-{n}_T1w.nii.gz", f"sub-{n}_desc-lesion_mask.nii.gz") for n in range(10)}
     assert pairs_found == expected
+
+
+def test_masks_that_a_header_does_not_list_are_named(tmp_path: Path) -> None:
+    """As of the Decathlon, with a bad case taken out of its list."""
+    files(tmp_path, "imagesTr/{n}.nii.gz", "labelsTr/{n}.nii.gz*")
+    listed = [
+        {"image": f"./imagesTr/{n}.nii.gz", "label": f"./labelsTr/{n}.nii.gz"} for n in range(9)
+    ]
+    (tmp_path / "dataset.json").write_text(json.dumps({"training": listed}))
+    note = "1 masks are not listed in dataset.json, the first: labelsTr/9.nii.gz; to leave"
+    assert note in imported(tmp_path).render()
+    report = imported(tmp_path, leave_out=("9.nii.gz",), force=True)
+    assert len(report.dataset.items) == 9 and "not listed" not in report.render()

@@ -124,7 +124,8 @@ def pair_masks(folder: ImageFolder, options: ImportOptions) -> Dataset:
     layout = "images and masks by name"
     if len(channels) > 1:
         layout += f", a file per channel ({', '.join(channels)})"
-    labels, channel_names = _read_header(folder)
+    labels, channel_names, listed = _read_header(folder)
+    notes += _lines_of_unlisted(folder, items, listed)
     if not channel_names:
         for number, name in enumerate(channels):
             if name and not name.isdecimal():
@@ -209,6 +210,20 @@ def _refuse_slices_beside_volumes(folder: ImageFolder, items: Iterable[Item]) ->
             f"{folder.relative(depths[1])} is one slice, beside the volume "
             f"{folder.relative(depths[max(depths)])}; take the slices out, or the volumes"
         )
+
+
+def _lines_of_unlisted(
+    folder: ImageFolder, items: Iterable[Item], listed: Collection[Path]
+) -> list[str]:
+    """A line about masks that a dataset.json does not list, beside those that it lists."""
+    homes = {mask.parent for mask in listed}
+    masks = [item.masks[0] for item in items]
+    unlisted = [mask for mask in masks if mask.parent in homes and mask not in listed]
+    if not unlisted:
+        return []
+    line = f"{len(unlisted)} masks are not listed in {HEADER}, the first"
+    remedy = "to leave them out, give --leave-out with their names"
+    return [f"{line}: {folder.relative(unlisted[0])}; {remedy}"]
 
 
 def _lines_without_channel(
@@ -508,9 +523,12 @@ def _segment_labels(masks: Iterable[Path]) -> dict[str, str]:
     return numbered(names.values(), start=1)
 
 
-def _read_header(folder: ImageFolder) -> tuple[dict[str, Any], dict[str, str]]:
-    """Labels and channel names of a dataset.json; empty if there is none."""
+def _read_header(folder: ImageFolder) -> tuple[dict[str, Any], dict[str, str], set[Path]]:
+    """Labels and channel names of a dataset.json, and the masks that it lists; empty if there is
+    none.
+    """
     headers = []
+    masks: set[Path] = set()
     paths = sorted(folder.root.rglob(HEADER))
     for path in paths:
         try:
@@ -518,6 +536,10 @@ def _read_header(folder: ImageFolder) -> tuple[dict[str, Any], dict[str, str]]:
             channels = content.get("channel_names", content.get("modality")) or {}
             names = {str(number): str(name) for number, name in channels.items()}
             headers.append((dict(content.get("labels") or {}), names))
+            rows = content.get("training")
+            for row in rows if isinstance(rows, list) else ():
+                if isinstance(row, dict):
+                    masks.add(path.parent / str(row.get("label")))
         except (AttributeError, ValueError) as error:
             raise DataError(
                 f"{path}: not a header of Decathlon or nnU-Net ({error}); correct or delete it"
@@ -532,7 +554,7 @@ def _read_header(folder: ImageFolder) -> tuple[dict[str, Any], dict[str, str]]:
                 f"{path} and {paths[0]} name other labels or channels, as of two data sets; "
                 "give the folder of one of them, or --site-folders if they are sites"
             )
-    return headers[0] if headers else ({}, {})
+    return (*headers[0], masks) if headers else ({}, {}, masks)
 
 
 def are_masks(files: Iterable[Path]) -> bool:
