@@ -514,3 +514,10 @@ def test_masks_that_a_header_does_not_list_are_named(tmp_path: Path) -> None:
     assert note in imported(tmp_path).render()
     report = imported(tmp_path, leave_out=("9.nii.gz",), force=True)
     assert len(report.dataset.items) == 9 and "not listed" not in report.render()
+
+
+@pytest.mark.parametrize("name", ["slide.ndpi", "oct.e2e", "train00.tfrec"])
+def test_files_of_other_suffixes_are_named_without_an_image(name: str, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / name).write_bytes(b"abc")
+    assert f"files that are not read: .{name.partition('.')[2]}" in error_of(tmp_path)

@@ -22,6 +22,7 @@ from medflare.preparation.dataset_import.names import (
     FileName,
     composed,
     parse_name,
+    shortened,
     split_folder,
     words,
 )
@@ -262,7 +263,7 @@ def scan_folder(
     notes += _line_of_files("forms for the answers to a challenge", forms, root)
     notes += lines_of_unread(all_files, root)
     if not images:
-        raise _without_image(root, [*notes, *unreadable[:1]])
+        raise _without_image(root, [*notes, *unreadable[:1]], all_files)
     by_series = {header.series: image for image, header in headers.items()}
     patients = {}
     segmented = {}
@@ -304,8 +305,11 @@ def _without(files: Iterable[Path], root: Path, matched: Counter[str]) -> list[P
     return others
 
 
-def _without_image(root: Path, notes: Sequence[str]) -> DataError:
-    """That a folder has no image; `notes`: what may be why."""
+def _without_image(root: Path, notes: Sequence[str], files: Iterable[Path]) -> DataError:
+    """That a folder has no image; `notes`: what may be why, otherwise the suffixes of its files."""
+    endings = sorted({*map(suffix, files)} - {""})
+    if endings and not notes:
+        notes = [f"files that are not read: {shortened(endings)}"]
     suffixes = ", ".join((*image_suffixes(), ".dcm"))
     remedy = "give the folder of the images"
     return DataError("; ".join((f"{root}: no image ({suffixes})", remedy, *notes)))
