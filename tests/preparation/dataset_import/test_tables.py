@@ -134,6 +134,27 @@ def test_a_table_of_excel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "cannot be read as a table" in error_of(tmp_path, table=tmp_path / "grades.xlsx")
 
 
+def test_rows_that_a_filter_hides_are_not_read_silently(tmp_path: Path) -> None:
+    openpyxl = pytest.importorskip("openpyxl")
+    workbook = openpyxl.Workbook()
+    workbook.active.append(["image", "grade"])
+    names = pictures(tmp_path)
+    for number, name in enumerate(names):
+        workbook.active.append([name, "ab"[number % 2]])
+    workbook.active.row_dimensions[99].hidden = True  # an empty one
+    workbook.active.column_dimensions["B"].hidden = True
+    workbook.save(tmp_path / "grades.xlsx")
+    assert len(labels_of(tmp_path)) == len(names)
+    (tmp_path / "datalist.json").unlink()
+    workbook.active.row_dimensions[4].hidden = True
+    workbook.save(tmp_path / "grades.xlsx")
+    assert "rows are hidden, as a filter does; show them, or delete them" in error_of(tmp_path)
+    workbook.active.delete_rows(4)
+    workbook.active.row_dimensions[4].hidden = False
+    workbook.save(tmp_path / "grades.xlsx")
+    assert {*labels_of(tmp_path)} == {*names} - {names[2]}
+
+
 def test_titles_above_the_names_of_columns(tmp_path: Path) -> None:
     rows = [f"{name};{'ab'[number % 2]};" for number, name in enumerate(pictures(tmp_path))]
     above = ["Export;2024-03-01;", "Study: skin;;"]

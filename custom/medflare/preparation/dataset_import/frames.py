@@ -1,6 +1,7 @@
 """A table (CSV, TSV or Excel) as a frame of texts."""
 
 import csv
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,10 @@ from medflare.preparation.dataset_import.folders import WORKBOOK
 from medflare.preparation.dataset_import.names import composed
 
 _COLUMNS = 2000  # most of a sheet of Excel
+# Of a sheet's XML: a hidden row with a value.
+_HIDDEN_ROW = re.compile(
+    rb'<row [^>]*hidden="(?:1|true)"[^>]*>(?:(?!</row>).)*?<(?:v|is)>', re.DOTALL
+)
 _UNNAMED = "unnamed "  # with its number, the name of a column without one
 SAMPLED_ROWS = 20  # rows by which columns and separators are recognized
 
@@ -83,7 +88,7 @@ def _lines_of_text(text: str) -> Iterator[tuple[int, list[str]]]:
 def _lines_of_workbook(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The number and the cells of each row of the only visible sheet that is not empty.
 
-    ValueError for several sheets, none, and a damaged file.
+    ValueError for several sheets, none, hidden rows, and a damaged file.
     """
     from openpyxl import load_workbook
 
@@ -93,6 +98,8 @@ def _lines_of_workbook(path: Path) -> Iterator[tuple[int, list[str]]]:
             warnings.filterwarnings("ignore", module="openpyxl")  # of styles that it does not know
             with ZipFile(file) as archive:
                 refuse_bomb(archive)
+                names = [name for name in archive.namelist() if "worksheets/" in name]
+                hidden = any(_HIDDEN_ROW.search(archive.read(name)) for name in names)
             for sheet in load_workbook(file, read_only=True, data_only=True).worksheets:
                 if sheet.sheet_state != "visible":  # of choices for cells
                     continue
@@ -108,6 +115,8 @@ def _lines_of_workbook(path: Path) -> Iterator[tuple[int, list[str]]]:
                     sheets[sheet.title] = rows
     except Exception as error:  # of zip, zlib and XML
         raise ValueError(f"no file of Excel, or a damaged one: {one_line(error)}") from error
+    if hidden:
+        raise ValueError("rows are hidden, as a filter does; show them, or delete them")
     if len(sheets) != 1:
         raise ValueError(
             f"{len(sheets)} visible sheets with cells ({', '.join(sheets)}), where one counts"
