@@ -15,6 +15,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.data.loading import SiteData, Split
 from medflare.data.local import Bounds, LocalSettings
+from medflare.data.transforms import Preprocessing
 from medflare.federation.participant import Participant
 from medflare.methods.catalogue import get_method
 from medflare.privacy.ledger import Budget
@@ -26,6 +27,7 @@ from medflare.training.site_rules import (
     check_contrast,
     check_inside_sites,
     check_used_images,
+    own_deviations,
     weighty_batches,
     weighty_patients,
     weighty_steps,
@@ -370,6 +372,27 @@ def test_an_intensity_transform_does_not_leave_one_patient_alone() -> None:
     assert not problem(empty), "no patient is left alone"
     empty.data.train.images[5] = pictures(1)[0]
     assert "wider range" in problem(empty), "nor by an image that is not the middle one"
+
+
+def test_an_intensity_transform_does_not_paint_over_all_patients_but_one() -> None:
+    """ThresholdIntensity has a picture in place of what is below its threshold, which is the same
+    for all, and as rich in contrast as a photograph.
+    """
+    painted = pictures(1)[0].tolist()
+    for lit in (1, 5, 20, 35, 36, 40):
+        site = site_of([0, 1] * 20)
+        images = 0.5 * pictures(40)
+        images[:lit] += 1
+        transform = {"name": "ThresholdIntensity", "threshold": 0.9, "cval": painted}
+        scaled = Preprocessing(replace(TASK, intensity=transform))
+        shown = torch.stack([scaled.image(image.numpy()) for image in images])
+        assert [torch.equal(image, pictures(1)[0]) for image in shown].count(True) == 40 - lit
+        site.data = replace(site.data, train=replace(site.data.train, images=shown))
+        assert ("or one picture" in problem(site)) == (lit < 36)
+    small = [torch.rand(2, 8, side) for side in range(8, 18)]
+    distances = own_deviations([*small, small[0] + 1, small[0], small[1]])
+    assert (distances < 1e-6).all(dim=1).nonzero().flatten().tolist() == [0, 10, 11]
+    assert distances[2].tolist() == pytest.approx(small[2].std((1, 2), correction=0).tolist())
 
 
 def test_no_channel_is_left_to_one_patient() -> None:

@@ -7,6 +7,7 @@ the update shows.
 
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -32,7 +33,7 @@ from medflare.training.batches import rows_of_patients, sampling_weights
 from medflare.training.site import Site
 
 _MOST = 0.9  # of the weight of all training images
-_AUGMENTED = 200  # patients whose images are augmented, to see what is left of them
+_TRIED = 200  # patients whose images are augmented, and compared, to see what is left of them
 _LEAST_DRAWS = 50  # augmented images, of few patients several of each
 _LONGEST = 128  # steps that are tried; RAdam's first long step is among the first hundred
 _USUAL_GRADIENT = 1.0
@@ -40,6 +41,7 @@ _TINY_GRADIENT = 1e-9
 _USUAL_MOMENTUM = 0.1  # of running statistics
 _LEAST_CONTRAST = 0.1  # of the patient with the most; 0.99 of the patients of real sites have it
 _LEAST_OF_CHANNEL = 0.01  # the same in one channel; one of a photograph may be saturated
+_COMPARED = 10_000  # pixels of an image, evenly spaced
 
 
 def check_inside_sites(site: str, count: int, bounds: Bounds) -> None:
@@ -139,21 +141,26 @@ def _few_patients(site: str, cause: str, minimum_patients: int) -> ConfigError:
 
 def check_contrast(site: Site) -> None:
     """Raise ConfigError if the task's intensity transform, or its augmentation, makes the training
-    images of more than a tenth of the patients plain: the model could be that of a few others, and
-    a mean over a class, or a group of patients, the image of one.
+    images of more than a tenth of the patients plain, or one picture: the model could be that of a
+    few others, and a mean over a class, or a group of patients, the image of one.
     """
     if site.minimum_patients < 2:
         return
-    rows = [*rows_of_patients(site.data.train.patients).values()]
-    of_channels = _contrasts(rows, lambda row: _deviations(site.data.train.image(row)))
+    train = site.data.train
+    rows = [*rows_of_patients(train.patients).values()]
+    of_channels = _contrasts(rows, lambda row: _deviations(train.image(row)))
+    step = math.ceil(len(rows) / _TRIED)
+    chosen = rows[::step]
+    middle = [of_patient[len(of_patient) // 2] for of_patient in chosen]
+    own = own_deviations(map(train.image, middle))
     contrasts = of_channels.amax(dim=1)
-    makes_plain = 0 < _contrasted(contrasts) < int(_MOST * len(contrasts))
+    makes_plain = False
+    for of_patients in (contrasts, own.amax(dim=1)):
+        makes_plain |= 0 < _contrasted(of_patients) < int(_MOST * len(of_patients))
     # A transform may treat each channel in its own way; patients may lack a channel.
-    for channel in of_channels.T:
+    for channel in (*of_channels.T, *own.T):
         makes_plain |= 0 < _contrasted(channel, _LEAST_OF_CHANNEL) < _most_of(site.minimum_patients)
     if site.task.augment:
-        step = math.ceil(len(rows) / _AUGMENTED)
-        chosen = rows[::step]
         draws = math.ceil(_LEAST_DRAWS / len(chosen))
         of_draws = [
             _contrasts(chosen, partial(_contrast_after_augmentation, site, draw))
@@ -166,8 +173,8 @@ def check_contrast(site: Site) -> None:
         raise ConfigError(
             f"site {site.name} does not train, and sends no model: the task's intensity "
             "transform or augmentation makes the training images of more than a tenth of the "
-            "patients plain, which a site with minimum_patients does not allow; give the "
-            "transforms a wider range"
+            "patients plain, or one picture, which a site with minimum_patients does not allow; "
+            "give the transforms a wider range"
         )
 
 
@@ -231,6 +238,37 @@ def _contrasted(deviations: Tensor, fraction: float = _LEAST_CONTRAST) -> int:
     """
     largest = deviations.max()
     return int(((deviations >= fraction * largest) & (largest > 0)).sum())
+
+
+def own_deviations(images: Iterable[Tensor]) -> Tensor:
+    """The standard deviation (images, channels) of the difference between each image (C, ...) and
+    the second nearest other one of its shape; of its own pixels if there are fewer than three.
+
+    0 for a picture that three patients have: an argument of the transform may have painted it. Two
+    may be copies.
+    """
+    sampled = []
+    by_shape = defaultdict(list)
+    for number, image in enumerate(images):
+        pixels = image.double().flatten(1)
+        sampled.append(pixels[:, :: math.ceil(pixels.shape[1] / _COMPARED)])
+        by_shape[image.shape].append(number)
+    own = torch.stack(list(map(_deviations, sampled)))
+    for numbers in by_shape.values():
+        if len(numbers) > 2:
+            pixels = torch.stack([sampled[number] for number in numbers], dim=1)
+            pixels = pixels - pixels.mean(dim=2, keepdim=True)
+            own[numbers] = torch.stack(list(map(_to_second_nearest, pixels)), dim=1)
+    return own
+
+
+def _to_second_nearest(pixels: Tensor) -> Tensor:
+    """The root mean square difference of images (N, P) to the second nearest other one."""
+    # Not by products, which would round off small differences of large values.
+    distances = torch.cdist(pixels, pixels, compute_mode="donot_use_mm_for_euclid_dist")
+    distances.fill_diagonal_(math.inf)
+    nearest = distances.kthvalue(2).values
+    return nearest / math.sqrt(pixels.shape[1])
 
 
 def _deviations(image: Tensor) -> Tensor:
