@@ -143,6 +143,27 @@ class TestMeanTeacher:
         rule = LabelledMean(MeanTeacherServerHyper(unlabelled_weight=0.0))
         assert rule.shared({"B": models["B"]}, 2, previous) is previous
 
+    def test_a_site_with_labels_has_no_more_than_its_largest_weight(self) -> None:
+        models = {
+            "A": SiteModel({"w": torch.zeros(1)}, 10, {"annotated": 2}),
+            "B": SiteModel({"w": torch.ones(1)}, 10, {"annotated": 0}),
+        }
+        rule = LabelledMean(MeanTeacherServerHyper(ramp_rounds=10))
+        assert rule.shared(models, 0)["w"].item() == pytest.approx(0.0067, abs=1e-4)
+        rule.max_client_weight = 0.6
+        assert rule.shared(models, 0)["w"].item() == pytest.approx(0.4)
+
+    def test_a_site_with_labels_may_be_alone_where_others_have_no_weight(self) -> None:
+        """Then the next model is its own: it demands further inside sites of such a job."""
+        run = played("mean_teacher", squares.SEGMENTATION, NONE, ("A", "C"), unlabelled_weight=0.0)
+        (last,) = [
+            entry for entry in run.log if (entry.step.phase, entry.step.round) == ("train", 1)
+        ]
+        assert squares.equal(run.model, last.replies["A"].states["model"])
+        fewest = get_method("mean_teacher").server_class.fewest_combined
+        assert fewest(MeanTeacherServerHyper(unlabelled_weight=0.0), 3) == 1
+        assert fewest(MeanTeacherServerHyper(), 3) == 3
+
     @pytest.mark.parametrize("kind", ["SEGMENTATION", "MULTILABEL", "CLASSIFICATION"])
     def test_a_site_without_labels(self, kind: str, tmp_path: Path) -> None:
         task = getattr(squares, kind)

@@ -13,6 +13,7 @@ place; in every round the teacher starts as the global model, which is a mean of
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +26,12 @@ from medflare.methods import (
     FedAvgServerHyper,
     FedAvgSiteHyper,
     StateDict,
-    WeightedMean,
     param,
     states_of,
     strict_dataclass,
     torch_generator,
 )
-from medflare.methods.aggregation import Models
+from medflare.methods.families.server_rules.rule import Models, ReweightedMean
 from medflare.methods.families.teachers.site import ANNOTATED, TeacherSite
 from medflare.methods.parts.normalisation import batch_statistics
 
@@ -111,21 +111,27 @@ class MeanTeacherSite(TeacherSite[MeanTeacherHyper]):
         return self.descend(model, optimizer, round, loss)
 
 
-class LabelledMean(WeightedMean):
+class LabelledMean(ReweightedMean):
     """The mean in which sites without labels have a smaller weight."""
 
     def shared(self, models: Models, round: int, previous: StateDict | None = None) -> StateDict:
         factor = self.hyper.unlabelled_weight * ramp_up(round, self.hyper.ramp_rounds)
-        shares = self.shares(models)
+        weights = self.shares(models)
         for site, model in models.items():
             if model.meta.get(ANNOTATED.name) == 0:
-                shares[site] *= factor
-        if previous is not None and not any(shares.values()):
+                weights[site] *= factor
+        if previous is not None and not any(weights.values()):
             return previous
-        return self.combined(states_of(models), shares, previous)
+        limited = self._limited(weights) if any(weights.values()) else {}
+        return self.combined(states_of(models), limited or self.shares(models), previous)
 
 
 class MeanTeacherServer(FedAvgServer[MeanTeacherServerHyper]):
     """FedAvg's server algorithm with `LabelledMean`."""
 
     aggregation_class = LabelledMean
+
+    @classmethod
+    def fewest_combined(cls, hyper: Any, sites: int) -> int:
+        """One if sites without labels have no weight: a single other site's model stays alone."""
+        return sites if hyper.unlabelled_weight else 1
