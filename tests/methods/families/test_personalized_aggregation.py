@@ -138,6 +138,24 @@ def test_fedamp_starts_at_the_anchor() -> None:
     assert squares.equal(moved, from_mean.perform("train", 1, request).states["model"])
 
 
+def test_a_small_sigma_of_fedamp_leaves_one_other_site_in_an_anchor() -> None:
+    """From its anchor a site then has that site's model: hospitals may demand more of them."""
+    random = torch.Generator().manual_seed(0)
+    start, near, far = torch.randn(3, 50, generator=random, dtype=torch.float64)
+    states = {"A": {"w": start}, "B": {"w": start + near}, "C": {"w": start + 3 * far}}
+    squared = pairwise_squared_distances(list(states.values()), ["w"])
+    shares = {}
+    for sigma in (None, squared[0, 1].item() / 5):
+        xi, _ = attraction(squared, FedAMPServerHyper(sigma=sigma))
+        shares[sigma] = (xi[0, 1] / xi[0, 1:].sum()).item()
+        anchor = mixtures(states, xi)["A"]["w"]
+        similar = torch.corrcoef(torch.stack([anchor - start, near]))[0, 1].item()
+        assert (similar > 0.999) == (sigma is not None)
+        fewest = FedAMPServer.fewest_combined(FedAMPServerHyper(sigma=sigma), 3)
+        assert fewest == (3 if sigma is None else 2)
+    assert shares[None] < 0.95 < 0.999 < max(shares.values())
+
+
 def test_fedamp_refuses_more_than_all_of_the_weight() -> None:
     squares.server(FedAMPServer, step=0.5)
     with pytest.raises(ConfigError, match=r"at most 0\.5"):

@@ -32,7 +32,7 @@ published code has another term, in which models are added, not compared:
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -197,6 +197,11 @@ class FedAMPServer(AnchoredServer[FedAMPServerHyper]):
     """
 
     site_algorithm = FedAMPSite
+
+    @classmethod
+    def fewest_combined(cls, hyper: Any, sites: int) -> int:
+        """Two with a σ below all distances but one: u_k - w_k is then that of one other site."""
+        return sites if hyper.sigma is None else min(2, sites)
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
