@@ -18,6 +18,7 @@ from medflare.data.local import Bounds, LocalSettings
 from medflare.data.transforms import Preprocessing
 from medflare.federation.participant import Participant
 from medflare.methods.catalogue import get_method
+from medflare.networks.catalogue import task_network
 from medflare.privacy.ledger import Budget
 from medflare.tasks import optimizers
 from medflare.tasks.config import Sampling, TaskConfig, load_task, presets
@@ -189,6 +190,28 @@ def test_running_statistics_that_leave_are_not_of_one_batch(norm: Any, few: bool
     assert bool(problem(site_of([0, 1, 2] * 10, task))) == few
     usual = replace(task, network={**network, "norm": "batch"})
     assert weighty_batches(usual) == math.inf, "also for more patients than batches"
+
+
+def test_a_code_book_that_leaves_is_not_of_one_batch() -> None:
+    """That of a VQ-VAE holds sums of the features of the last images, without any step."""
+    sizes = {"downsample_parameters": [[2, 4, 1, 1]], "upsample_parameters": [[2, 4, 1, 1, 0]]}
+    code_book = {"channels": [8], "num_res_layers": 1, "num_res_channels": [8], **sizes}
+    codes = {**code_book, "num_embeddings": 4, "embedding_dim": 4, "ddp_sync": False}
+    task = small_task("segmentation", size=(16, 16))
+    vqvae = replace(task, network={"name": "VQVAE", "decay": 0.0, **codes})
+    network = task_network(vqvae)
+    for image in pictures(3).split(1):
+        network.train()(image)
+        (counts,) = [
+            tensor
+            for name, tensor in network.state_dict().items()
+            if name.endswith("ema_cluster_size")
+        ]
+        assert counts.sum().item() == 64, "the positions of one image"
+    assert weighty_batches(vqvae) == 1
+    for name in ("SwinUNETR", "SegResNet"):
+        usual = replace(task, network={"name": name}, size=(64, 64))
+        assert weighty_batches(usual) == math.inf
 
 
 ATTACKS: dict[str, tuple[str, list[str], dict[str, Any]]] = {

@@ -19,13 +19,15 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from medflare.core.errors import ConfigError
+from medflare.core.rng import seeded
 from medflare.core.specs import Manifest
 from medflare.data.class_counts import counts_by_image
 from medflare.data.datalist import SPLITS
 from medflare.data.loading import Batch, SiteData
 from medflare.data.local import PLACE, Bounds
 from medflare.data.transforms import resized
-from medflare.networks.catalogue import meta_network
+from medflare.networks.catalogue import meta_network, task_network
+from medflare.networks.features import copied_state
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.loss_weights import image_weights, loss_weights
 from medflare.tasks.optimizers import build_optimizer
@@ -348,16 +350,40 @@ def weighty_steps(task: TaskConfig, steps: int, strength: float = 0.0) -> int:
 def weighty_batches(task: TaskConfig) -> float:
     """The smallest number of batches that have 0.9 of a running statistic of the network, which
     leaves the site with the model; infinite with momenta up to the usual one.
+
+    One if the network keeps other numbers of the images, as the code book of a VQ-VAE does.
     """
     counts = [math.inf]
+    constants: list[Tensor] = []
     for layer in meta_network(task).modules():
-        if isinstance(layer, _NormBase) and layer.track_running_stats:
+        if not isinstance(layer, _NormBase):
+            parameters = layer.parameters(recurse=False)
+            constants += [weight for weight in parameters if not weight.requires_grad]
+            constants += layer.buffers(recurse=False)
+        elif layer.track_running_stats:
             momentum: Any = layer.momentum or 0.0  # None: the mean of all batches
             if not 0 <= momentum < 1:
                 counts.append(1)
             elif momentum > _USUAL_MOMENTUM:
                 counts.append(math.ceil(math.log(1 - _MOST, 1 - momentum)))
+    if any(tensor.is_floating_point() for tensor in constants) and _keeps_numbers(task):
+        counts.append(1)
     return min(counts)
+
+
+def _keeps_numbers(task: TaskConfig) -> bool:
+    """Whether the network's state changes by images that it gets in training, without a step, apart
+    from its normalisations.
+    """
+    with seeded(0, "kept numbers"), torch.no_grad():
+        network = task_network(task).train()
+        for layer in network.modules():
+            if isinstance(layer, _NormBase):
+                layer.eval()
+        before = copied_state(network)
+        network(torch.rand(2, task.image_channels, *task.size))
+    after = network.state_dict()
+    return any(not torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
 def _after_steps(task: TaskConfig, gradients: Tensor, strength: float = 0.0) -> Tensor:
