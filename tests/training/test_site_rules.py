@@ -19,6 +19,7 @@ from medflare.data.transforms import Preprocessing
 from medflare.federation.participant import Participant
 from medflare.methods.catalogue import get_method
 from medflare.networks.catalogue import task_network
+from medflare.networks.features import copied_state
 from medflare.privacy.ledger import Budget
 from medflare.tasks import optimizers
 from medflare.tasks.config import Sampling, TaskConfig, load_task, presets
@@ -68,6 +69,47 @@ def problem(site: Site, minimum: int = 5, sites: Sequence[str] = ("A", "B"), **b
     except ConfigError as error:
         return str(error)
     return ""
+
+
+BALANCED = Sampling("balanced")
+
+
+@pytest.mark.parametrize(
+    ("method", "hyper", "changes", "refused"),
+    [
+        ("prr", {"beta": 200.0}, {}, True),  # no other class competes with the most frequent one
+        ("prr", {"beta": 200.0, "cpa": "off"}, {}, False),
+        ("prr", {"tau": 1.0}, {}, True),  # γ may be 2000
+        ("prr", {}, {}, False),
+        ("fedeamc", {}, {"sampling": BALANCED}, True),  # both balance the classes
+        ("fedeamc", {}, {}, False),
+        ("fedrod", {}, {"sampling": BALANCED}, True),
+        ("fedrod", {}, {"loss": {"name": "focal", "gamma": 4.0}}, True),  # on shifted logits
+        ("fedrod", {}, {}, False),
+    ],
+)
+def test_the_loss_of_a_method_does_not_leave_a_class_of_few_alone(
+    method: str, hyper: dict[str, Any], changes: dict[str, Any], refused: bool
+) -> None:
+    """Whatever their number, and only where a class has few."""
+    task = replace(TASK, network={"name": "small_cnn", "channels": [4], "batch_norm": True})
+    task = replace(task, **changes)
+    chosen = get_method(method)
+    plan = chosen.plan(task, ("A", "B"), {"site": hyper})
+    for rare in (1, 4, 5):
+        site = site_of([0, 1] * 15 + [2] * rare, task)
+        site.minimum_patients = 5
+        model = copied_state(site.network())
+        algorithm = chosen.make_site(site, plan)
+        names = algorithm.phases["train"].manifest(plan)["model"].tensors
+        incoming = Message({"model": {name: model[name] for name in names}})
+        if method == "prr":
+            incoming.meta["class_totals"] = [[150.0, 120.0, 40.0]]  # of the other sites
+        if refused and rare < 5:
+            with pytest.raises(ConfigError, match="method's weights of classes"):
+                algorithm.perform("train", 0, incoming)
+        else:
+            algorithm.perform("train", 0, incoming)
 
 
 @pytest.mark.parametrize("minimum", [0, 1, 4, 5, 6, 20])

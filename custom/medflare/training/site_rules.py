@@ -318,6 +318,38 @@ def weighty_patients(task: TaskConfig, data: SiteData, minimum_patients: int) ->
     return min((_count_with_most(_means(column, patients)) for column in used), default=0)
 
 
+def check_class_weights(site: Site, weights_of: Callable[[int], tuple[float, float]]) -> None:
+    """Raise ConfigError if a method's own loss of a classification leaves nine tenths of the
+    training to fewer patients than the minimum, where fewer have some class.
+
+    The answer does not depend on how many these are, see `weighty_patients`.
+
+    Args:
+        weights_of: number of patients with the class that counts most -> the weight of an image of
+            theirs, and the least weight of any other, see `loss_weights`.
+    """
+    task = site.task
+    minimum = site.minimum_patients
+    if minimum < 2 or task.kind == "segmentation" or site.data.annotated == ():
+        return
+    train = site.data.train
+    patients = torch.from_numpy(np.unique(train.patients, return_inverse=True)[1])
+    shown = counts_by_image(train.targets, task) > 0
+    if not _has_small_group(task, shown, patients, minimum):
+        return
+    count = len(patients.unique())
+    drawn = task.sampling.weights or (1.0,)
+    for few in range(1, min(minimum, count)):
+        heavy, light = weights_of(few)
+        if task.sampling.name != "shuffle":  # see `_worst_count`
+            heavy *= max(drawn) / few
+            light *= min(drawn) / (count - few)
+        if _count_with_most([heavy] * few + [light] * (count - few)) < _most_of(minimum):
+            raise _few_patients(
+                site.name, "sampling, or with the method's weights of classes", minimum
+            )
+
+
 def weighty_steps(task: TaskConfig, steps: int, strength: float = 0.0) -> int:
     """The smallest number of steps of the task's optimizer that have 0.9 of the change of the model
     after so many steps or more.

@@ -36,6 +36,7 @@ from medflare.methods.parts.class_groups import (
 from medflare.methods.prr import formulas
 from medflare.methods.prr.hyper import PRRSiteHyper
 from medflare.training.epochs import MeanLoss, train_together
+from medflare.training.site_rules import check_class_weights
 
 # -- prototypes and loss --------------------------------------------------------------------------
 
@@ -102,6 +103,24 @@ class Supervision:
         segmentation = site.task.kind == "segmentation"
         self._dice = site.annotation.loss({"name": "dice"}) if segmentation else None
         self._focal = site.annotation.loss({"name": "focal"}) if self.kind == "focal" else None
+        check_class_weights(site, self._extreme_weights)
+
+    def _extreme_weights(self, few: int) -> tuple[float, float]:
+        """See `check_class_weights`: those of an undecided network, with the largest possible γ."""
+        if self.kind == "fedeamc":
+            patients = len(set(self.site.data.train.patients))
+            return 1 / few, 1 / (patients - few)
+        weights = [1.0]
+        for counts in self.counts:
+            if counts is not None:
+                others = formulas.conjoint_mask(counts, self.hyper.beta).sum(dim=1) - 1
+                weights += (others / (1 + others)).tolist()
+        if len(weights) > 1:
+            del weights[0]
+        largest = 1.0
+        if self.kind in ("both", "local"):
+            largest = (1 + self.hyper.tau) / max(self.hyper.tau - 1, 1e-3)
+        return largest * max(weights), min(weights)
 
     def refine(self, local: Tensor | None) -> None:
         """Weights the classes by how far local prototypes are from global ones (Eq. 11-12).

@@ -29,6 +29,7 @@ from medflare.methods import (
 from medflare.methods.families.second_models.site import SecondModelSite
 from medflare.methods.parts.class_groups import totals_of_site
 from medflare.methods.parts.heads import meta_head
+from medflare.training.site_rules import check_class_weights
 
 _LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 _NO_WEIGHTS = (nn.Sequential, nn.Dropout, nn.Identity)
@@ -69,6 +70,7 @@ class FedRoDSite(SecondModelSite[FedAvgSiteHyper]):
             )
 
     def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
+        check_class_weights(self.site, self._weights_of_few)
         head = copy.deepcopy(model.head)
         start = self.head
         if start is None:
@@ -89,6 +91,26 @@ class FedRoDSite(SecondModelSite[FedAvgSiteHyper]):
             personal[f"head.{name}"] += weight  # ψ + φ
         self.personal = personal
         return loss
+
+    def _weights_of_few(self, few: int) -> tuple[float, float]:
+        """See `check_class_weights`: by the gradient of an undecided head if all classes but
+        one have few patients.
+        """
+        task = self.site.task
+        patients = len(set(self.site.data.train.patients))
+        classes = task.outputs if task.target == "multiclass" else 2
+        counts = torch.full((classes,), float(few))
+        counts[0] = max(patients - (classes - 1) * few, few)
+        targets = torch.arange(classes)
+        if task.target != "multiclass":
+            counts = counts.expand(task.outputs, 2)
+            targets = targets[:, None].expand(2, task.outputs)
+            targets = targets.float() if task.target == "multilabel" else targets[:, 0]
+        shift = balance(counts.reshape(-1, classes), task.target == "multiclass")
+        logits = shift.repeat(classes, 1).requires_grad_()
+        (slope,) = torch.autograd.grad(self.site.annotation.loss()(logits, targets), logits)
+        weights = slope.abs().sum(dim=1)
+        return float(weights.max()), float(weights.min())
 
     def _shift(self) -> Tensor | float:
         task = self.site.task
