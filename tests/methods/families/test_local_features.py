@@ -83,6 +83,28 @@ def test_rsc_that_mutes_nothing_is_fedavg(kind: str) -> None:
     assert not squares.equal(squares.trained(RSCSite, task)[0], plain)
 
 
+def test_the_body_of_rsc_learns_from_enough_patients() -> None:
+    """Muted images give it no gradient: with one other in a batch, its step is of that patient."""
+    task = squares.task("classification", **ONE_STEP)
+    for batch_share, learning in ((0.95, 1), (0.5, 6), (1.0, 0)):
+        rsc = squares.algorithm(RSCSite, "A", task, feature_share=1.0, batch_share=batch_share)
+        model = rsc.network("model", squares.start(task))
+        images, targets, _ = next(rsc.site.ordered("train", 12))
+        images.requires_grad_()
+        rsc.round_loss(model, 0)(model, images, targets).backward()
+        assert images.grad is not None
+        assert int(images.grad.flatten(1).any(dim=1).sum()) == learning
+        rsc.site.minimum_patients = 5
+        if learning == 1:
+            with pytest.raises(ConfigError, match="fewer patients than its minimum_patients"):
+                rsc.round_loss(model, 0)
+        else:
+            rsc.round_loss(model, 0)
+    usual = squares.algorithm(RSCSite, "A", task)
+    usual.site.minimum_patients = 12
+    usual.round_loss(usual.network("model", squares.start(task)), 0)
+
+
 def test_labels_of_a_smaller_feature_map() -> None:
     for task in (squares.MULTILABEL, squares.MULTICLASS):
         site = squares.site("A", task)

@@ -1,5 +1,6 @@
 """RSC and FedSR: the head learns from other features than the body's."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,7 @@ from medflare.methods.parts.class_groups import (
 )
 from medflare.networks.catalogue import feature_width
 from medflare.networks.features import pooled
+from medflare.training.epochs import samples_of_pass
 
 
 def refuse_compiled(site: Site) -> None:
@@ -68,6 +70,9 @@ def class_indices(site: Site, targets: Tensor, features: Tensor) -> Tensor:
 
 
 # -- RSC -------------------------------------------------------------------------------------------
+
+
+_MOST_MUTED = 0.5  # of the channels of an image from which the body still learns
 
 
 @strict_dataclass
@@ -137,9 +142,24 @@ class RSCSite(FedAvgSite[RSCHyper]):
 
     uses_features = True
 
+    def _check_unmuted(self) -> None:
+        """Raise ConfigError if the body learns from too few patients: those that are not muted."""
+        site = self.site
+        count = samples_of_pass(site)
+        size = min(site.batch_size, count)
+        unmuted = (size - int(self.hyper.batch_share * size)) * math.ceil(count / size)
+        if self.hyper.feature_share > _MOST_MUTED and 0 < unmuted < site.minimum_patients:
+            raise ConfigError(
+                f"site {site.name} does not train, and sends no model: with feature_share "
+                f"{self.hyper.feature_share:g} and batch_share {self.hyper.batch_share:g} the "
+                f"network's body learns from fewer patients than its minimum_patients "
+                f"({site.minimum_patients})"
+            )
+
     def round_loss(self, model: FeatureNetwork, round: int) -> Loss:
         """The task's loss on challenged features."""
         site = self.site
+        self._check_unmuted()
         refuse_compiled(site)
 
         def head(features: Tensor) -> Tensor:
