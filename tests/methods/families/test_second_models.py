@@ -1,5 +1,6 @@
 """Second models: each formula by hand, what is FedAvg's bit by bit, and what stays at the site."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -179,6 +180,32 @@ def test_pfedme_refuses_steps_that_lead_away_from_the_proximal_point() -> None:
     for name in ("sgd", "SGD"):
         with pytest.raises(ConfigError, match=r"a rate of 0\.089 or less"):
             train(name, 0.1)
+
+
+def test_pfedme_with_adam_is_not_that_of_the_first_batch() -> None:
+    """A proximal gradient that is large beside all others divides them: they do not move a weight.
+    The first batch has moved each by ±c.
+    """
+    adam = {"name": "adam", "lr": 1e-3}
+    task = squares.task("classification", optimizer=adam, batch_size=1)
+    for lam, first_alone in ((1e6, True), (15.0, False)):
+        site = squares.site("A", task)
+        shared, personal = site.network(), site.network("personal")
+        personal.load_state_dict(shared.state_dict())
+        start = [weight.detach().clone() for weight in shared.parameters()]
+        optimizer = site.optimizer(personal.parameters())
+        train_pfedme(shared, personal, site, 0, optimizer, strength=lam, inner_steps=2)
+        moves = [(w - old).flatten() for w, old in zip(shared.parameters(), start, strict=True)]
+        lengths = torch.cat(moves).abs()
+        lengths = lengths[lengths > 1e-6]
+        assert (lengths.std() < 0.3 * lengths.mean()) == first_alone
+        site.minimum_patients = 5
+        train = partial(train_pfedme, shared, personal, site, 0, optimizer, inner_steps=2)
+        if first_alone:
+            with pytest.raises(ConfigError, match="fewer patients than its minimum_patients"):
+                train(strength=lam)
+        else:
+            train(strength=lam)
 
 
 def test_pfedme_moves_w_a_part_of_the_way() -> None:

@@ -49,6 +49,7 @@ def pfedme_outer(
 
 
 _LARGEST_STEP = 4 / 3  # rate times λ, below which Nesterov's momentum of any size is stable
+_LARGEST_ADAPTIVE = 0.3  # the same for optimizers that divide by gradients, with `minimum_patients`
 
 
 def train_pfedme(
@@ -74,8 +75,9 @@ def train_pfedme(
             the gradient λ (w - θ) that does not go beyond it.
 
     Raises:
-        ConfigError: SGD diverges from the proximal point, with some momentum at least. The model
-            would be that of the first batches.
+        ConfigError: SGD diverges from the proximal point, with some momentum at least; or other
+            optimizers see the proximal term alone after the first batch. The model would be that of
+            the first batches.
     """
     rate = site.task.optimizer["lr"]
     is_sgd = site.task.optimizer["name"].lower() in ("sgd", "asgd")
@@ -83,6 +85,13 @@ def train_pfedme(
         raise ConfigError(
             f"pfedme diverges with λ {strength:g} and a learning rate of {rate:g}: take a rate "
             f"of {_LARGEST_STEP / strength:.2g} or less"
+        )
+    if not is_sgd and site.minimum_patients > 1 and rate * strength > _LARGEST_ADAPTIVE:
+        raise ConfigError(
+            f"site {site.name} does not train, and sends no model: with λ {strength:g} and a "
+            f"learning rate of {rate:g} pfedme's model is that of fewer patients than its "
+            f"minimum_patients ({site.minimum_patients}); take a rate of "
+            f"{_LARGEST_ADAPTIVE / strength:.2g} or less"
         )
     weights = trainable(shared)
     thetas = trainable(personal)
