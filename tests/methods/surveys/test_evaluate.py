@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from helpers.small_tasks import tiny_phantom
+from helpers.small_tasks import small_task, tiny_phantom
 from medflare import run_local
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.message import Message
@@ -54,6 +54,11 @@ def test_the_metrics_are_those_of_the_run(
     assert results["rounds"] == 0 and not results["traffic"]["up_bytes"]
     kept = json.loads((tmp_path / "sites" / "site-1" / "deployed" / "card.json").read_text())
     assert kept["trained_on"] == card["trained_on"], "of the training, not of these sites"
+
+
+@pytest.mark.parametrize("name", ["evaluate", "fingerprint"])
+def test_settings_of_training_do_not_matter(name: str) -> None:
+    get_method(name).check({}, small_task(freeze=["body"], accumulate=2))
 
 
 def test_another_model_is_refused(trained: Path) -> None:

@@ -42,6 +42,8 @@ class EvaluateSite(SiteAlgorithm[SiteHyper]):
     server_hyper = EvaluateHyper
     dp_unsupported_reason = "it trains nothing"
     uses_training = False
+    accumulates = True  # a task may set what only training needs
+    freezes = True
 
     def finalize(self, incoming: Message) -> FinalModels:
         """The server's model, checked.
@@ -65,6 +67,7 @@ class EvaluateServer(ServerAlgorithm):
     """
 
     Hyper = EvaluateHyper
+    freezes = True
 
     def __init__(self, context: ServerContext):
         super().__init__(context)

@@ -52,6 +52,8 @@ class FingerprintSite(SiteAlgorithm[SiteHyper]):
 
     server_hyper = object
     dp_unsupported_reason = "a fingerprint carries no noise"
+    accumulates = True  # a task may set what only training needs
+    freezes = True
 
     @phase(meta=(FINGERPRINT,))
     def describe(self, round: int, incoming: Message) -> Message:
@@ -83,6 +85,7 @@ class FingerprintServer(ServerAlgorithm):
     """Collects the fingerprints in a file that `medflare task plan` reads."""
 
     Hyper = SiteHyper  # none
+    freezes = True
 
     def steps(self) -> list[Step]:
         return [self.final_step(FingerprintSite.describe)]
