@@ -75,6 +75,15 @@ def test_the_settings_that_differ(folders: list[Path]) -> None:
     }
 
 
+def test_the_order_of_keys_is_no_difference(folders: list[Path]) -> None:
+    runs = runs_of(folders)
+    flip = {"name": "RandFlip", "prob": 0.5}
+    resumed = dict(reversed(flip.items()))
+    runs["first"]["configuration"]["task"]["augment"] = [flip]
+    runs["second"]["configuration"]["task"]["augment"] = [resumed]
+    assert "task.augment" not in differing_settings(runs).index
+
+
 def test_the_deployed_models_by_site(folders: list[Path]) -> None:
     table = metric_of_runs(runs_of(folders))
     assert table["first"].to_dict() == {

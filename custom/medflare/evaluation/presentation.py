@@ -2,6 +2,7 @@
 tables of studies.
 """
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -90,12 +91,14 @@ def with_number(number: int, noun: str) -> str:
 
 def format_setting(value: Any) -> str:
     """A setting as `--set` takes it: true, false and none in lower case, list items separated by
-    commas.
+    commas. The order of an object's keys does not count.
     """
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
         return ",".join(map(format_setting, value))
+    if isinstance(value, dict):
+        return json.dumps(value, sort_keys=True)
     return str(value)
 
 

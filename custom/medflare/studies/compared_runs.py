@@ -70,6 +70,8 @@ def differing_settings(runs: Mapping[str, Results]) -> pd.DataFrame:
         content = {key: run[key] for key in ("method", "seed", "rounds", "status")}
         content |= {"sites": sites_of_role(run, "inside"), **run["configuration"]}
         flat = pd.json_normalize(content).to_dict("records")[0]
+        for key in content.keys() & {"seed", "rounds"}:  # the settings repeat them
+            flat.pop(f"settings.{key}", None)
         columns[name] = {setting: format_setting(value) for setting, value in flat.items()}
     table = pd.DataFrame(columns).fillna(UNDEFINED)
     return table[table.nunique(axis=1) > 1]
