@@ -223,7 +223,10 @@ def test_the_words_of_a_site_explain_nothing() -> None:
             "ConfigError: \"filters\" must contain Filter object but got <class 'a.B'>",
             ["A ", "a.B", "filter"],
         ),
-        ("WARNING - [wf=medflare] - received dead job report for client B", ["at B", "log.txt"]),
+        (
+            "WARNING - [wf=medflare] - received dead job report for client B",
+            ["at B", "stopped", "log.txt"],
+        ),
     ],
 )
 def test_a_line_of_a_log_is_explained(line: str, parts: list[str]) -> None:

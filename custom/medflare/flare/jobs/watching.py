@@ -88,9 +88,8 @@ MEANINGS: Mapping[str, str] = {
         "{party} cannot use {what} as a filter; remove it from the filters of this job"
     ),
     r"received dead job report for client (?P<site>\S+)": (
-        "the job's process at {site} ended too early; "
-        "its administrator finds the reason in ID/log.txt of its kit; "
-        "a frequent one is a class in the job's filters that is no filter"
+        "the job's process at {site} ended too early, as the site was stopped or the process "
+        "failed; its administrator finds the reason in ID/log.txt of its kit"
     ),
     r"No module named '(?P<what>[\w.]+)'": (
         "{party} lacks the Python package {what}; "
