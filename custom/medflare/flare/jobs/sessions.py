@@ -77,7 +77,8 @@ def session(kit: Path) -> Iterator[Session]:
             connection = new_secure_session(user, str(kit))
     except Exception as error:  # FLARE raises exceptions of many kinds
         raise Unreachable(
-            f"no session with the server by {kit}: {one_line(error)}; is the server up?"
+            f"no session with the server by {kit}: {one_line(error)}; is the server up, "
+            "and is this a kit of its federation?"
         ) from error
     try:
         yield connection
