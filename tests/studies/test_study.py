@@ -26,7 +26,7 @@ from medflare.methods import catalogue
 from medflare.methods.catalogue import get_method
 from medflare.studies import cluster as clusters
 from medflare.studies import study
-from medflare.studies.candidates import Candidate
+from medflare.studies.candidates import Candidate, rows_of
 from medflare.studies.costs import PEAK
 from medflare.studies.references import CENTRALISED, POOLED, REFERENCES, SINGLE_SITE, Draw, Setting
 from medflare.studies.report import study_report
@@ -188,6 +188,11 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Candidate, "run", run)
     return rows
+
+
+def test_an_unknown_reference_names_the_references() -> None:
+    with pytest.raises(ConfigError, match="unknown reference 'constnt'; did you mean constant"):
+        rows_of(["fedavg"], ["constnt"], TASK)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from medflare.adaptation.registry import check_adaptable
 from medflare.core.errors import ConfigError, StepFailed, one_line
 from medflare.core.hyper import SplitHyper, parsed_value, split_hyper
+from medflare.core.settings import unknown
 from medflare.core.text import Json, JsonDict
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results, versions_of_run
 from medflare.federation.preflight import check_run
 from medflare.federation.settings import RunSettings
-from medflare.methods.catalogue import get_method
+from medflare.methods.catalogue import get_method, method_names
 from medflare.methods.method import Method
 from medflare.studies.references import (
     BATCH_STATISTICS,
@@ -218,6 +219,10 @@ def rows_of(
         ConfigError: a row is wrong, see `Candidate.parse`.
     """
     candidates = [Candidate.parse(text, selection) for text in methods]
+    offered = {*REFERENCES, UNIFORM, "all"}
+    for name in references:
+        if name.partition(":")[0] not in {*offered, *method_names()}:
+            raise unknown("reference", name, offered)
     requested = [UNIFORM_ROW if name == UNIFORM else name for name in references if name != "all"]
     optional = (*REFERENCES, UNIFORM_ROW) if "all" in references else ()
     for row in dict.fromkeys([*requested, *optional]):
