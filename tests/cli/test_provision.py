@@ -83,6 +83,9 @@ def test_what_is_no_project_is_refused_with_the_remedy(
 ) -> None:
     assert main(["provision", "project.yml"]) == 1
     assert "medflare provision project.yml --new" in capsys.readouterr().err
+    main(["provision", "project.yml", "--new"])
+    assert main(["provision", "project.yml", "--add-client", "site-5.yml"]) == 1
+    assert "site-5.yml: no such file" in capsys.readouterr().err
     for content in ("[", "participants: []", "text"):
         (tmp_path / "project.yml").write_text(content)
         assert main(["provision", "project.yml"]) == 1

@@ -139,6 +139,8 @@ def _project_name(project: Path, added: Path | None) -> str:
             f"{project}: no such file; correct the path, or write an example with: "
             f"medflare provision {project} --new"
         )
+    if added is not None and not added.is_file():
+        raise ConfigError(f"{added}: no such file; correct the path")
     try:
         content = yaml.safe_load(project.read_text(encoding="utf-8"))
         name = str(content["name"])
