@@ -302,7 +302,7 @@ def _data(kit: Kit, local: LocalSettings, task: TaskConfig | None) -> str:
     problems = [problem for site in report.sites.values() for problem in site.problems]
     if problems:
         raise ConfigError(
-            f"{len(problems)} problems, the first: {problems[0]}; "
+            f"problems: {len(problems)}, the first: {problems[0]}; "
             f"see medflare data check {root} with this --task"
         )
     splits = []
