@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Any
 from unittest.mock import Mock
 
@@ -168,3 +169,20 @@ def test_every_argument_and_option_has_a_help_text(command: str) -> None:
     for word in command.split():
         actual = actual.commands[word]
     assert [item.name for item in actual.params if not item.help] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["task", "init", "DATA", "--network"], "(medflare task init --help shows what it takes)"),
+        (["results", "RUN", "--csv"], "(medflare results --help shows what it takes)"),
+        (["data", "init", "F", "--kind", "x"], "'--kind': 'x' is not one of"),
+        (["study", "fedavg", "--processes", "0", "--out", "x"], "--processes 0: give 1 or more"),
+    ],
+)
+def test_a_wrong_option_names_the_help_of_its_command(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with suppress(SystemExit):
+        main(words)
+    assert line in capsys.readouterr().err

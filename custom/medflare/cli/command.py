@@ -138,7 +138,18 @@ def _invoke(arguments: list[str]) -> int:
         if error.ctx and type(error).__name__ == "NoArgsIsHelpError":
             print(error.ctx.get_help())
             raise SystemExit(2) from None
-        path = error.ctx.command_path if error.ctx else "medflare"
-        problem = " ".join(error.format_message().split())
+        path = error.ctx.command_path if error.ctx else _named(command, arguments)
+        problem = " ".join(error.format_message().split()).replace("Value error, ", "")
         print(f"{path}: {problem} ({path} --help shows what it takes)", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _named(command: Any, arguments: Sequence[str]) -> str:
+    """The command that the first words name, as an error without context does not."""
+    path = "medflare"
+    for word in arguments:
+        command = getattr(command, "commands", {}).get(word)
+        if command is None:
+            break
+        path += f" {word}"
+    return path

@@ -131,6 +131,8 @@ def run_study(
             "study: name at least one method or --reference, or a --suite; "
             "medflare methods lists the methods"
         )
+    if processes < 1:
+        raise ConfigError(f"--processes {processes}: give 1 or more")
     values = options.set_values(set)
     if suite is None and sites is None:
         sites = ",".join(options.default_sites(data_root))
