@@ -1,5 +1,6 @@
 """Downloaded folders become datalists, or an error of one line."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from helpers.volume_sites import TASK, beside_a_series, change, dicom_series, wr
 from medflare.core.errors import DataError
 from medflare.data.datalist import read_datalist
 from medflare.data.decoding import Source
+from medflare.preparation.dataset_import import site_files
 from medflare.preparation.dataset_import.datalists import import_folder
 from medflare.preparation.dataset_import.folders import scan_folder
 from medflare.preparation.dataset_import.image_table import ImageTable
@@ -624,3 +626,17 @@ def test_pictures_without_a_suffix_are_named(tmp_path: Path) -> None:
     assert line in error_of(tmp_path)
     classes(tmp_path)
     assert f"note: {line}" in import_folder(tmp_path).render()
+
+
+@pytest.mark.parametrize(("copy", "remedy"), [(False, "with --copy"), (True, "free space there")])
+def test_a_full_disk_is_named_with_what_helps(
+    copy: bool, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(site_files.os, "link", full)
+    monkeypatch.setattr(site_files.shutil, "copyfile", full)
+    (tmp_path / "a.png").touch()
+    with pytest.raises(DataError, match=remedy):
+        site_files._place(tmp_path / "a.png", tmp_path / "out" / "a.png", copy)

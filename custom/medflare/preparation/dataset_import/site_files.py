@@ -140,7 +140,7 @@ def _place(source: Path, target: Path, copy: bool) -> None:
         else:
             os.link(source.resolve(), target)
     except OSError as error:
-        raise DataError(
-            f"{target}: {error.strerror}; "
-            "take a folder on the disk of the images, or copy them with --copy"
-        ) from error
+        remedy = "take a folder on the disk of the images, or copy them with --copy"
+        if copy:
+            remedy = "free space there, or take a folder on another disk"
+        raise DataError(f"{target}: {error.strerror}; {remedy}") from error
