@@ -455,7 +455,8 @@ def test_an_intensity_transform_does_not_paint_over_all_patients_but_one() -> No
         site.data = replace(site.data, train=replace(site.data.train, images=shown))
         assert ("or one picture" in problem(site)) == (lit < 36)
     small = [torch.rand(2, 8, side) for side in range(8, 18)]
-    distances = own_deviations([*small, small[0] + 1, small[0], small[1]])
+    noise = 0.02 * torch.randn(2, 8, 10)
+    distances = own_deviations([*small, small[0] + 1, small[0], small[1], *[small[2] + noise] * 2])
     assert (distances < 1e-6).all(dim=1).nonzero().flatten().tolist() == [0, 10, 11]
     assert distances[2].tolist() == pytest.approx(small[2].std((1, 2), correction=0).tolist())
 

@@ -43,7 +43,8 @@ _TINY_GRADIENT = 1e-9
 _USUAL_MOMENTUM = 0.1  # of running statistics
 _LEAST_CONTRAST = 0.1  # of the patient with the most; 0.99 of the patients of real sites have it
 _LEAST_OF_CHANNEL = 0.01  # the same in one channel; one of a photograph may be saturated
-_COMPARED = 10_000  # pixels of an image, evenly spaced
+_ONE_PICTURE = 0.03  # of an image's deviation, below which a difference is none
+_COMPARED = 2_500  # pixels of an image, evenly spaced
 
 
 def check_inside_sites(site: str, count: int, bounds: Bounds) -> None:
@@ -54,8 +55,9 @@ def check_inside_sites(site: str, count: int, bounds: Bounds) -> None:
         raise ConfigError(
             f"site {site} does not train in a job that combines the updates of {count} inside "
             f"sites; bounds.inside_sites in its {PLACE} asks for {bounds.inside_sites}: have more "
-            "inside sites, a larger min_sites or sites_per_round, and neither ifca nor a rule "
-            "whose result can be one site's model (krum, geometric, those of other packages)"
+            "inside sites, a larger min_sites or sites_per_round, and neither ifca, fedamp with "
+            "sigma, mean_teacher with unlabelled_weight 0, nor a rule whose result can be one "
+            "site's model (krum, geometric, those of other packages)"
         )
 
 
@@ -243,11 +245,11 @@ def _contrasted(deviations: Tensor, fraction: float = _LEAST_CONTRAST) -> int:
 
 
 def own_deviations(images: Iterable[Tensor]) -> Tensor:
-    """The standard deviation (images, channels) of the difference between each image (C, ...) and
-    the second nearest other one of its shape; of its own pixels if there are fewer than three.
+    """The standard deviation (images, channels) of each image (C, ...), or where it is under 3 %
+    of this, that of its difference to the second nearest other one of its shape.
 
-    0 for a picture that three patients have: an argument of the transform may have painted it. Two
-    may be copies.
+    This is 0 for a picture that three patients have: an argument of the transform may have painted
+    it. Two may be copies, and frames of one camera differ by its noise.
     """
     sampled = []
     by_shape = defaultdict(list)
@@ -255,13 +257,14 @@ def own_deviations(images: Iterable[Tensor]) -> Tensor:
         pixels = image.double().flatten(1)
         sampled.append(pixels[:, :: math.ceil(pixels.shape[1] / _COMPARED)])
         by_shape[image.shape].append(number)
-    own = torch.stack(list(map(_deviations, sampled)))
+    plain = torch.stack(list(map(_deviations, sampled)))
+    own = plain.clone()
     for numbers in by_shape.values():
         if len(numbers) > 2:
             pixels = torch.stack([sampled[number] for number in numbers], dim=1)
             pixels = pixels - pixels.mean(dim=2, keepdim=True)
             own[numbers] = torch.stack(list(map(_to_second_nearest, pixels)), dim=1)
-    return own
+    return torch.where(own < _ONE_PICTURE * plain, own, plain)
 
 
 def _to_second_nearest(pixels: Tensor) -> Tensor:
