@@ -38,6 +38,9 @@ from medflare.methods.prr.hyper import PRRSiteHyper
 from medflare.training.epochs import MeanLoss, train_together
 from medflare.training.site_rules import check_class_weights
 
+# Of the weights of two classes: with the paper's β and τ that of 65 times as many images.
+_USUAL_RATIO = 30
+
 # -- prototypes and loss --------------------------------------------------------------------------
 
 
@@ -103,7 +106,9 @@ class Supervision:
         segmentation = site.task.kind == "segmentation"
         self._dice = site.annotation.loss({"name": "dice"}) if segmentation else None
         self._focal = site.annotation.loss({"name": "focal"}) if self.kind == "focal" else None
-        check_class_weights(site, self._extreme_weights)
+        heavy, light = self._extreme_weights(1)
+        if heavy > _USUAL_RATIO * light or site.task.sampling.name != "shuffle":
+            check_class_weights(site, self._extreme_weights)
 
     def _extreme_weights(self, few: int) -> tuple[float, float]:
         """See `check_class_weights`: those of an undecided network, with the largest possible γ."""
