@@ -113,6 +113,8 @@ def test_numbers_that_do_not_end_at_the_lowest_bit(tmp_path: Path) -> None:
     file = rewritten(tmp_path / "ct/a.dcm", PIXELS * 16, BitsStored=12, HighBit=15)
     with pytest.raises(UnreadableError, match="HighBit"):
         pictured(file)
+    file = rewritten(tmp_path / "ct/b.dcm", PIXELS, BitsStored=12, HighBit=15)
+    np.testing.assert_array_equal(pictured(file)[0], PIXELS)  # a wrong header, right numbers
 
 
 def test_tables(tmp_path: Path) -> None:

@@ -245,12 +245,8 @@ def pixels(dataset: Any, *, mask: bool = False) -> tuple[np.ndarray, bool]:
 
 def _decoded(dataset: Any) -> np.ndarray:
     """The stored numbers; ValueError with a text of our own for damaged or cut-off pixels."""
-    # pydicom reads the lowest bits (PS3.5, Sec. 8.1.1).
-    compressed = dataset.file_meta.TransferSyntaxUID.is_encapsulated
-    if not compressed and dataset.get("HighBit", 0) >= dataset.get("BitsStored", 64):
-        raise ValueError("its numbers do not end at the lowest bit (HighBit); export it again")
     try:
-        return dataset.pixel_array
+        array = dataset.pixel_array
     except Exception as error:
         for name in _NEEDED:
             if name not in dataset:
@@ -261,6 +257,14 @@ def _decoded(dataset: Any) -> np.ndarray:
                 f"its compressed pixels, {syntax.name}, are damaged or of a rare kind"
             ) from error
         raise ValueError("its pixels are cut off, or do not fit its header") from error
+    # pydicom reads the lowest bits (PS3.5, Sec. 8.1.1).
+    below = (dataset.get("HighBit") or 0) + 1 - (dataset.get("BitsStored") or 64)
+    if 0 < below <= dataset.BitsAllocated - dataset.BitsStored:
+        compressed = dataset.file_meta.TransferSyntaxUID.is_encapsulated
+        is_high = array.any() and not (array & (2**below - 1)).any()
+        if is_high and not compressed:
+            raise ValueError("its numbers do not end at the lowest bit (HighBit); export it again")
+    return array
 
 
 def _rescaled(array: np.ndarray, dataset: Any) -> np.ndarray:
