@@ -435,6 +435,17 @@ def test_folders_of_centres_in_one_folder_are_named(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("case", ["patient_{a}", "P-{a}", "{a}"])
+def test_cases_that_are_called_by_words(tmp_path: Path, case: str) -> None:
+    for name in ("ann", "bob", "cid", "dan", "eve", "fay"):
+        beginning = case.format(a=name)
+        endings = ("t1.nii.gz", "flair.nii.gz", "lesion_mask.nii.gz*")
+        files(tmp_path, *(f"{beginning}/{beginning}_{ending}" for ending in endings))
+    report = imported(tmp_path)
+    assert [*report.dataset.channels.values()] == ["flair", "t1"]
+    assert len(report.dataset.items) == 6
+
+
 def test_cases_whose_folders_are_called_like_files_and_a_word(tmp_path: Path) -> None:
     """As UCSF-PDGM, with two masks in each case."""
     case = "P-{n4}_nifti/P-{n4}"
@@ -482,7 +493,7 @@ def test_a_form_for_answers_is_no_table_of_labels(tmp_path: Path) -> None:
     report = imported(tmp_path)
     labels = {item.first.name: item.label for item in report.dataset.items}
     assert labels == {f"a{number}.png": number % 2 for number in range(12)}
-    assert "challenge: 1, the first: sample_submission.csv" in report.render()
+    assert "challenge (--table reads one): 1, the first: sample_submission.csv" in report.render()
 
 
 def test_masks_of_brains_are_not_those_of_lesions(tmp_path: Path) -> None:

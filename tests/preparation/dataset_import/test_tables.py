@@ -142,6 +142,10 @@ def test_rows_that_a_filter_hides_are_not_read_silently(tmp_path: Path) -> None:
     for number, name in enumerate(names):
         workbook.active.append([name, "ab"[number % 2]])
     workbook.active.row_dimensions[99].hidden = True  # an empty one
+    choices = workbook.create_sheet("choices")
+    choices.append(["a"])
+    choices.row_dimensions[1].hidden = True
+    choices.sheet_state = "hidden"
     workbook.active.column_dimensions["B"].hidden = True
     workbook.save(tmp_path / "grades.xlsx")
     assert len(labels_of(tmp_path)) == len(names)

@@ -147,8 +147,7 @@ def _image_columns(table: ImageTable, used: UsedColumns) -> list[str]:
     path = table.path
     frame = table.frame.drop(columns=used["mask"])
     usual = usual_columns(WORDS["column"]["image"], list(frame))
-    of_people = chain.from_iterable(used[name] for name in WORDS["attribute_column"])
-    nameless = {*used["label"], *of_people}
+    nameless = {*used["label"], *used["age"], *used["sex"]}
     images = {}
     for name, cells in frame.items():
         names_none = name in nameless or table.repeats_numbers(cells)

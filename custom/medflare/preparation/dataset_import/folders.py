@@ -260,7 +260,7 @@ def scan_folder(
         notes.append(_line_of_objects(others, root))
     tables = [file for file in all_files if is_table(file)]
     forms = [file for file in tables if {"sample", "submission"} <= {*words(file.stem)}]
-    notes += _line_of_files("forms for the answers to a challenge", forms, root)
+    notes += _line_of_files("forms for the answers to a challenge (--table reads one)", forms, root)
     notes += lines_of_unread(all_files, root)
     if not images:
         raise _without_image(root, [*notes, *unreadable[:1]], all_files)

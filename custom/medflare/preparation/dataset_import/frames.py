@@ -24,7 +24,8 @@ from medflare.preparation.dataset_import.names import composed
 _COLUMNS = 2000  # most of a sheet of Excel
 # Of a sheet's XML: a hidden row with a value.
 _HIDDEN_ROW = re.compile(
-    rb'<row [^>]*hidden="(?:1|true)"[^>]*>(?:(?!</row>).)*?<(?:v|is)>', re.DOTALL
+    rb'<(\w+:)?row [^>]*hidden="(?:1|true)"[^>]*(?<!/)>(?:(?!</(\w+:)?row>).)*?<(\w+:)?(?:v|is)>',
+    re.DOTALL,
 )
 _UNNAMED = "unnamed "  # with its number, the name of a column without one
 SAMPLED_ROWS = 20  # rows by which columns and separators are recognized
@@ -98,11 +99,13 @@ def _lines_of_workbook(path: Path) -> Iterator[tuple[int, list[str]]]:
             warnings.filterwarnings("ignore", module="openpyxl")  # of styles that it does not know
             with ZipFile(file) as archive:
                 refuse_bomb(archive)
-                names = [name for name in archive.namelist() if "worksheets/" in name]
-                hidden = any(_HIDDEN_ROW.search(archive.read(name)) for name in names)
-            for sheet in load_workbook(file, read_only=True, data_only=True).worksheets:
+            workbook: Any = load_workbook(file, read_only=True, data_only=True)
+            hidden = False
+            for sheet in workbook.worksheets:
                 if sheet.sheet_state != "visible":  # of choices for cells
                     continue
+                content = workbook._archive.read(sheet._worksheet_path)
+                hidden = hidden or _HIDDEN_ROW.search(content) is not None
                 rows = []
                 for row in sheet.iter_rows(values_only=True):
                     if len(row) > _COLUMNS:

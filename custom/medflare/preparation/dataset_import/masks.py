@@ -216,7 +216,7 @@ def _lines_of_unlisted(
     folder: ImageFolder, items: Iterable[Item], listed: Collection[Path]
 ) -> list[str]:
     """A line about masks that a dataset.json does not list, beside those that it lists."""
-    homes = {mask.parent for mask in listed}
+    homes = {mask.parent for mask in listed if mask.exists()}
     masks = [item.masks[0] for item in items]
     unlisted = [mask for mask in masks if mask.parent in homes and mask not in listed]
     if not unlisted:
@@ -400,8 +400,11 @@ def _assign_in_cases(
 
 def _name_in_case(folder: ImageFolder, file: Path, case: Path) -> str:
     """The name of a file without that of its case before it, as of P1_nifti/P1_T1.nii.gz."""
-    of_case = re.sub(r"[ _.-]+[^\W\d]+$", "", case.name.lower())
-    return folder.names[file].name.removeprefix(of_case).strip(" _.-")
+    name = folder.names[file].name
+    of_case = case.name.lower()
+    if not name.startswith(of_case):
+        of_case = re.sub(r"[ _.-]+[^\W\d]+$", "", of_case)
+    return name.removeprefix(of_case).strip(" _.-")
 
 
 def _two_images(folder: ImageFolder, images: Sequence[Path], mask: Path) -> DataError:
