@@ -29,7 +29,7 @@ from medflare.training.site_rules import (
     check_contrast,
     check_inside_sites,
     check_used_images,
-    own_deviations,
+    distinct_deviations,
     weighty_batches,
     weighty_patients,
     weighty_steps,
@@ -456,7 +456,9 @@ def test_an_intensity_transform_does_not_paint_over_all_patients_but_one() -> No
         assert ("or one picture" in problem(site)) == (lit < 36)
     small = [torch.rand(2, 8, side) for side in range(8, 18)]
     noise = 0.02 * torch.randn(2, 8, 10)
-    distances = own_deviations([*small, small[0] + 1, small[0], small[1], *[small[2] + noise] * 2])
+    distances = distinct_deviations(
+        [*small, small[0] + 1, small[0], small[1], *[small[2] + noise] * 2]
+    )
     assert (distances < 1e-6).all(dim=1).nonzero().flatten().tolist() == [0, 10, 11]
     assert distances[2].tolist() == pytest.approx(small[2].std((1, 2), correction=0).tolist())
 

@@ -156,13 +156,13 @@ def check_contrast(site: Site) -> None:
     step = math.ceil(len(rows) / _TRIED)
     chosen = rows[::step]
     middle = [of_patient[len(of_patient) // 2] for of_patient in chosen]
-    own = own_deviations(map(train.image, middle))
+    distinct = distinct_deviations(map(train.image, middle))
     contrasts = of_channels.amax(dim=1)
     makes_plain = False
-    for of_patients in (contrasts, own.amax(dim=1)):
+    for of_patients in (contrasts, distinct.amax(dim=1)):
         makes_plain |= 0 < _contrasted(of_patients) < int(_MOST * len(of_patients))
     # A transform may treat each channel in its own way; patients may lack a channel.
-    for channel in (*of_channels.T, *own.T):
+    for channel in (*of_channels.T, *distinct.T):
         makes_plain |= 0 < _contrasted(channel, _LEAST_OF_CHANNEL) < _most_of(site.minimum_patients)
     if site.task.augment:
         draws = math.ceil(_LEAST_DRAWS / len(chosen))
@@ -244,7 +244,7 @@ def _contrasted(deviations: Tensor, fraction: float = _LEAST_CONTRAST) -> int:
     return int(((deviations >= fraction * largest) & (largest > 0)).sum())
 
 
-def own_deviations(images: Iterable[Tensor]) -> Tensor:
+def distinct_deviations(images: Iterable[Tensor]) -> Tensor:
     """The standard deviation (images, channels) of each image (C, ...), or where it is under 3 %
     of this, that of its difference to the second nearest other one of its shape.
 
@@ -258,13 +258,13 @@ def own_deviations(images: Iterable[Tensor]) -> Tensor:
         sampled.append(pixels[:, :: math.ceil(pixels.shape[1] / _COMPARED)])
         by_shape[image.shape].append(number)
     plain = torch.stack(list(map(_deviations, sampled)))
-    own = plain.clone()
+    distinct = plain.clone()
     for numbers in by_shape.values():
         if len(numbers) > 2:
             pixels = torch.stack([sampled[number] for number in numbers], dim=1)
             pixels = pixels - pixels.mean(dim=2, keepdim=True)
-            own[numbers] = torch.stack(list(map(_to_second_nearest, pixels)), dim=1)
-    return torch.where(own < _ONE_PICTURE * plain, own, plain)
+            distinct[numbers] = torch.stack(list(map(_to_second_nearest, pixels)), dim=1)
+    return torch.where(distinct < _ONE_PICTURE * plain, distinct, plain)
 
 
 def _to_second_nearest(pixels: Tensor) -> Tensor:
