@@ -1,7 +1,7 @@
 """Findings: why a deployed model should not be used, or not yet. The console, both reports,
 results.json and studies show this list.
 
-Everything is computed from a results dict: nothing more than the results leaves a site.
+Everything is computed from results and the history of the run: nothing more leaves a site.
 """
 
 from collections import defaultdict

@@ -111,11 +111,12 @@ class Comparison:
 
     difference: float | None = None  # mean of second - first; None without a pair
     interval: Interval | None = None  # 95 %; None if it is undefined
-    # Two-sided, of the paired t-test over seeds, or of Wilcoxon's test over patients; None if it is
-    # undefined.
+    # Two-sided, of the paired t-test over seeds, of Wilcoxon's test over patients, or of DeLong's
+    # for areas; None if it is undefined.
     p: float | None = None
     n: int = 0  # seeds or patients with both values
-    # Standard error of the difference over seeds; None over patients, and if it is undefined.
+    # Standard error of the difference over seeds, or of areas; None by Wilcoxon's test, and if it
+    # is undefined.
     error: float | None = None
 
 

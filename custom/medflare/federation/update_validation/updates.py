@@ -5,7 +5,7 @@ A reply is rejected if it differs from the phase's declaration, is not finite, h
 at enrollment, or is much longer than the others' updates, or if it and its site's last ones add up
 far in a direction of their own (`drift`). A longer one than usual is clipped (`clipping`). One that
 points against the others', or a short drift, may come from other patients: it is used, with an
-event.
+event, or rejected with `strict`.
 """
 
 import math
@@ -346,8 +346,8 @@ def cosines_to_the_others(products: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def drop_invalid_metrics(reply: Message) -> dict[str, tuple[str, str]]:
-    """Set validation values that no metric can have to None, in place; return model -> (kind of
-    event, problem).
+    """Set validation values that no metric can have to None, in place; a reply without values gets
+    an empty table. Return model -> (kind of event, problem).
 
     Such a value costs the site its vote in model selection, not its update.
     """
