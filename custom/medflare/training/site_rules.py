@@ -118,7 +118,7 @@ def check_used_images(
         weighty = weighty_patients(task, data, minimum_patients)
         enough = weighty >= _most_of(minimum_patients)
     if not enough:
-        raise _few_patients(site, "classes, loss or weights", minimum_patients)
+        raise few_patients(site, "this task's classes, loss or weights", minimum_patients)
     check_steps(site, task, minimum_patients, strength)
 
 
@@ -129,17 +129,18 @@ def check_steps(site: str, task: TaskConfig, minimum_patients: int, strength: fl
     # A step may be of one image, the last of an epoch, whatever the task's batches.
     steps = weighty_steps(task, 2 * minimum_patients, strength)
     if steps < _most_of(minimum_patients):
-        cause = "optimizer, or the method's weight of a proximal term"
-        raise _few_patients(site, cause, minimum_patients)
+        cause = "this task's optimizer, or the method's weight of a proximal term"
+        raise few_patients(site, cause, minimum_patients)
     if weighty_batches(task) < _most_of(minimum_patients):
-        cause = "network and its momentum of running statistics"
-        raise _few_patients(site, cause, minimum_patients)
+        cause = "this task's network and its momentum of running statistics"
+        raise few_patients(site, cause, minimum_patients)
 
 
-def _few_patients(site: str, cause: str, minimum_patients: int) -> ConfigError:
+def few_patients(site: str, cause: str, minimum_patients: int) -> ConfigError:
+    """The error of a site whose training is mostly on fewer patients than its minimum."""
     return ConfigError(
-        f"site {site} does not train, and sends no model: with this task's {cause}, training is "
-        f"on fewer patients than its minimum_patients ({minimum_patients})"
+        f"site {site} does not train, and sends no model: with {cause}, training is on fewer "
+        f"patients than its minimum_patients ({minimum_patients})"
     )
 
 
@@ -348,8 +349,8 @@ def check_class_weights(site: Site, weights_of: Callable[[int], tuple[float, flo
             heavy *= max(drawn) / few
             light *= min(drawn) / (count - few)
         if _count_with_most([heavy] * few + [light] * (count - few)) < _most_of(minimum):
-            raise _few_patients(
-                site.name, "sampling, or with the method's weights of classes", minimum
+            raise few_patients(
+                site.name, "this task's sampling, or the method's weights of classes", minimum
             )
 
 

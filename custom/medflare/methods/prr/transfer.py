@@ -115,13 +115,12 @@ class Supervision:
         if self.kind == "fedeamc":
             patients = len(set(self.site.data.train.patients))
             return 1 / few, 1 / (patients - few)
-        weights = [1.0]
+        weights: list[float] = []
         for counts in self.counts:
             if counts is not None:
                 others = formulas.conjoint_mask(counts, self.hyper.beta).sum(dim=1) - 1
                 weights += (others / (1 + others)).tolist()
-        if len(weights) > 1:
-            del weights[0]
+        weights = weights or [1.0]
         largest = 1.0
         if self.kind in ("both", "local"):
             largest = (1 + self.hyper.tau) / max(self.hyper.tau - 1, 1e-3)

@@ -35,6 +35,7 @@ from medflare.methods.parts.class_groups import (
 from medflare.networks.catalogue import feature_width
 from medflare.networks.features import pooled
 from medflare.training.epochs import samples_of_pass
+from medflare.training.site_rules import few_patients
 
 
 def refuse_compiled(site: Site) -> None:
@@ -149,12 +150,11 @@ class RSCSite(FedAvgSite[RSCHyper]):
         size = min(site.batch_size, count)
         unmuted = (size - int(self.hyper.batch_share * size)) * math.ceil(count / size)
         if self.hyper.feature_share > _MOST_MUTED and 0 < unmuted < site.minimum_patients:
-            raise ConfigError(
-                f"site {site.name} does not train, and sends no model: with feature_share "
-                f"{self.hyper.feature_share:g} and batch_share {self.hyper.batch_share:g} the "
-                f"network's body learns from fewer patients than its minimum_patients "
-                f"({site.minimum_patients})"
+            cause = (
+                f"feature_share {self.hyper.feature_share:g} and batch_share "
+                f"{self.hyper.batch_share:g}, which mute features of others"
             )
+            raise few_patients(site.name, cause, site.minimum_patients)
 
     def round_loss(self, model: FeatureNetwork, round: int) -> Loss:
         """The task's loss on challenged features."""

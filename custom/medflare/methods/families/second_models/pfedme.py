@@ -31,6 +31,7 @@ from medflare.methods.families.second_models.site import SecondModelSite, loss_g
 from medflare.methods.families.server_rules.rule import Models, ReweightedMean
 from medflare.methods.parts.proximal import proximal_gradients
 from medflare.networks.features import overwrite
+from medflare.training.site_rules import few_patients
 
 
 def pfedme_outer(
@@ -87,12 +88,9 @@ def train_pfedme(
             f"of {_LARGEST_STEP / strength:.2g} or less"
         )
     if not is_sgd and site.minimum_patients > 1 and rate * strength > _LARGEST_ADAPTIVE:
-        raise ConfigError(
-            f"site {site.name} does not train, and sends no model: with λ {strength:g} and a "
-            f"learning rate of {rate:g} pfedme's model is that of fewer patients than its "
-            f"minimum_patients ({site.minimum_patients}); take a rate of "
-            f"{_LARGEST_ADAPTIVE / strength:.2g} or less"
-        )
+        largest = _LARGEST_ADAPTIVE / strength
+        cause = f"λ {strength:g} and a learning rate of {rate:g} (take {largest:.2g} or less)"
+        raise few_patients(site.name, cause, site.minimum_patients)
     weights = trainable(shared)
     thetas = trainable(personal)
     eta = share / strength if strength else 0.0
