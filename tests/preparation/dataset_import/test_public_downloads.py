@@ -456,8 +456,8 @@ def test_cases_whose_folders_are_called_like_files_and_a_word(tmp_path: Path) ->
     assert [*report.dataset.channels.values()] == ["flair", "t1"]
     for item in report.dataset.items:
         number = item.first.parent.name.removesuffix("_nifti")
-        found = [path.name.removeprefix(number) for path in item.paths]
-        assert found == ["_FLAIR.nii.gz", "_T1.nii.gz", "_tumor_seg.nii.gz"]
+        endings = [path.name.removeprefix(number) for path in item.paths]
+        assert endings == ["_FLAIR.nii.gz", "_T1.nii.gz", "_tumor_seg.nii.gz"]
 
 
 def test_masks_of_several_values_in_other_folders_may_be_left_out(tmp_path: Path) -> None:
@@ -467,8 +467,10 @@ def test_masks_of_several_values_in_other_folders_may_be_left_out(tmp_path: Path
     )
     assert "as with --leave-out Lung_Mask, or" in error_of(tmp_path)
     report = imported(tmp_path, leave_out=("Lung_Mask",))
-    found = {(item.first.parent.name, item.masks[0].parent.name) for item in report.dataset.items}
-    assert found == {("CT-Seg_20cases", "Infection_Mask")}
+    pairs_of_folders = {
+        (item.first.parent.name, item.masks[0].parent.name) for item in report.dataset.items
+    }
+    assert pairs_of_folders == {("CT-Seg_20cases", "Infection_Mask")}
 
 
 def test_masks_that_readers_agree_on_are_no_structures(tmp_path: Path) -> None:
