@@ -278,6 +278,12 @@ import torch
 from monai.transforms import MapTransform, RandomizableTransform
 class Moves(RandomizableTransform, MapTransform):
     pass
+class Draws(Moves):
+    spatial = False
+    def __init__(self, keys):
+        MapTransform.__init__(self, keys)
+    def __call__(self, sample):
+        return {**sample, "image": sample["image"] + torch.rand(1)}
 class Each(torch.nn.Module):
     def forward(self, logits, targets):
         return logits
@@ -302,7 +308,7 @@ def test_a_wrong_one_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "site-packages" / "wrong.py").write_text(WRONG)
     points = {
         "losses": {"w_each": "wrong:Each"},
-        "transforms": {"w_moves": "wrong:Moves"},
+        "transforms": {"w_moves": "wrong:Moves", "w_draws": "wrong:Draws"},
         "optimizers": {"w_closure": "wrong:Closure", "w_loss": "wrong:Each"},
         "rules": {"w_drops": "wrong:drops"},
         "adaptations": {"w_logits": "wrong:logits", "w_norm": "wrong:needs_norm"},
@@ -311,9 +317,11 @@ def test_a_wrong_one_is_refused_before_training(tmp_path: Path) -> None:
     forget_extensions()
     extensions.trust("wrong")
     task = {**PLAIN, "augment": [{"name": "w_moves"}]}
+    draws = load_task({**PLAIN, "augment": [{"name": "w_draws"}]})
     requests: dict[str, Callable[[], Any]] = {
         "w_each": lambda: build_loss(load_task({**PLAIN, "loss": {"name": "w_each"}})),
         "w_moves": lambda: Augmentation(load_task(task)),
+        "w_draws: two equal generators": lambda: try_task(draws, 4.0, "site A"),
         "w_closure": lambda: check_optimizer({"name": "w_closure"}, ""),
         "w_logits": lambda: ADAPTATIONS["w_logits"],
         "w_loss": lambda: check_optimizer({"name": "w_loss"}, ""),

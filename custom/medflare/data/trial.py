@@ -31,7 +31,9 @@ from medflare.tasks.losses import build_loss, example_batch
 
 _SECONDS = 30  # of computing, for the network, one image and all transforms
 _START = 600  # seconds in which a busy machine starts Python and imports MONAI
-_DRAWS = 3
+_SEEDS = (0, 0, 1)  # of the images that each transform makes
+_REFUSED = 3  # exit status
+_SMALLER = "make its arguments smaller"
 # Not by -m, which imports from the working directory: a folder that somebody else may have filled.
 _RUN = (
     "import sys; sys.path[:] = filter(None, sys.path); from medflare.data.trial import main; "
@@ -66,11 +68,10 @@ def try_task(task: TaskConfig, memory: float, location: str, setting: str = "") 
     content = json.dumps(task.to_dict(), sort_keys=True)
     problem = _problem(content, ",".join(trusted()), memory, _SECONDS)
     if problem:
-        remedy = "make its arguments smaller"
-        if setting:
-            remedy += f", or raise {setting} where it needs more than {memory:.3g} GiB"
+        if setting and problem.endswith(_SMALLER):
+            problem += f", or raise {setting} where it needs more than {memory:.3g} GiB"
         raise ConfigError(
-            f"{location}: {problem} (one image of {format_shape(task.size)}); {remedy}"
+            f"{location}: {problem} (tried on one image of {format_shape(task.size)})"
         )
 
 
@@ -108,7 +109,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 @cache
 def _problem(task: str, packages: str, memory: float, seconds: int) -> str:
-    """The network or the transform that failed, and why; "" if none did."""
+    """The network, the loss or the transform that failed, and why; "" if none did."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -127,21 +128,30 @@ def _problem(task: str, packages: str, memory: float, seconds: int) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"network and transforms: more than {_START + seconds} s"
+        return f"network and transforms: more than {_START + seconds} s; {_SMALLER}"
     if ended.returncode == 0:
         return ""
     tried = (ended.stdout or "network and transforms").splitlines()[-1]
     if ended.returncode == -signal.SIGPROF:
-        return f"{tried}: more than {seconds} s of computing"
+        return f"{tried}: more than {seconds} s of computing; {_SMALLER}"
     last_line = ended.stderr.strip().rpartition("\n")[2]
-    return f"{tried}: exit status {ended.returncode}, {last_line:.200}"
+    if ended.returncode == _REFUSED and "memory" not in last_line:
+        return last_line
+    return f"{tried}: exit status {ended.returncode}, {last_line:.200}; {_SMALLER}"
 
 
 def main(memory: float, seconds: int) -> None:
     """Try the task in the standard input; what is tried is printed before, since it may end this
     process.
     """
-    task = load_task(json.load(sys.stdin))
+    try:
+        _try(load_task(json.load(sys.stdin)), memory, seconds)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(_REFUSED)
+
+
+def _try(task: TaskConfig, memory: float, seconds: int) -> None:
     import monai.networks.nets  # not part of the measured time
     import monai.transforms  # noqa: F401
 
@@ -149,10 +159,7 @@ def main(memory: float, seconds: int) -> None:
     _limit(memory)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     sys.stdout.write(f"network {task.network['name']}\n")
-    try:
-        meta_network(task)
-    except ConfigError as error:
-        sys.exit(str(error))
+    meta_network(task)
     sys.stdout.write(f"loss {task.loss['name']}\n")
     loss = build_loss(task)
     if not builds_quickly(task.loss):
@@ -168,10 +175,17 @@ def main(memory: float, seconds: int) -> None:
             augmentation = Augmentation(replace(task, augment=({**settings, "prob": 1.0},)))
         except ConfigError:  # some have no such argument
             augmentation = Augmentation(replace(task, augment=(settings,)))
-        random = np.random.RandomState(0)
-        target = torch.zeros(1, *task.size, dtype=torch.long)
-        for _ in range(_DRAWS):
-            augmentation(torch.from_numpy(image)[None], target, random)
+        images = torch.from_numpy(image)[None]
+        targets = torch.zeros(1, *task.size, dtype=torch.long)
+        draws = []
+        for seed in _SEEDS:
+            augmented, _ = augmentation(images, targets, np.random.RandomState(seed))
+            draws.append(augmented)
+        if not torch.allclose(draws[0], draws[1], rtol=0, atol=0, equal_nan=True):
+            raise ConfigError(
+                f"augment {settings['name']}: two equal generators give different images; "
+                "draw random numbers from self.R"
+            )
 
 
 def _limit(memory: float) -> None:
