@@ -162,6 +162,16 @@ def test_a_declaration_of_other_things_than_specs_is_refused(request_of_phase: A
 def test_a_phase_by_its_name_is_refused(decorator: Any) -> None:
     with pytest.raises(ConfigError, match=r"'train': name a method, as MySite\.train"):
         decorator("train")
+    with pytest.raises(ConfigError, match=r"names no method; write @handles\(MySite\.train\)"):
+        decorator()
+
+
+@pytest.mark.parametrize("decorator", [asks, handles])
+def test_a_decorator_without_parentheses_is_refused(decorator: Any) -> None:
+    def fold(self: Any, step: Step, replies: Mapping[str, Message]) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"Bare\.fold: .*@handles\(MySite\.train\)"):
+        type("Bare", (FedAvgServer,), {"fold": decorator(fold)})
 
 
 def test_a_family_is_declared_by_the_names_of_its_members() -> None:

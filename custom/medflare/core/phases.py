@@ -123,7 +123,9 @@ def handles(*replying: Callable[..., Any]) -> Callable[[Handler], Handler]:
 
 
 def _methods_of_site(replying: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments, which must be methods; ConfigError if one is not."""
+    """The arguments, which must be methods; ConfigError if one is not, or if there is none."""
+    if not replying:
+        raise ConfigError("@asks() or @handles() names no method; write @handles(MySite.train)")
     for method in replying:
         if not callable(method):
             raise ConfigError(f"@asks or @handles of {method!r}: name a method, as MySite.train")
@@ -182,6 +184,10 @@ def methods_by_phase(algorithm: type, mark: str) -> dict[str, str]:
     """
     names = {}
     for name, method in _methods(algorithm):
+        if getattr(method, "__qualname__", "").startswith("_marked."):
+            raise ConfigError(
+                f"{algorithm.__name__}.{name}: name what it handles, as @handles(MySite.train)"
+            )
         for replying in getattr(method, mark, ()):
             names[replying.__name__] = name
     return names
