@@ -39,6 +39,10 @@ if TYPE_CHECKING:
         Step,
     )
     from medflare.methods.catalogue import build_deployed, get_method, method_names
+    from medflare.methods.families.personalized_aggregation.personalized import (
+        PersonalizedServer,
+        PersonalizedSite,
+    )
     from medflare.methods.fedavg.partial import PartialSite
     from medflare.methods.fedavg.personal import PersonalModel, PersonalSite
     from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
@@ -99,6 +103,8 @@ __all__ = [
     "PersistentState",
     "PersonalModel",
     "PersonalSite",
+    "PersonalizedServer",
+    "PersonalizedSite",
     "Phase",
     "Plan",
     "PrivacyHyper",
