@@ -112,7 +112,7 @@ def test_only_changed_and_damaged_files_are_decoded_again(
     os.utime(folder / "images/0.png", ns=(1, 1))
     decoded.clear()
     after = loaded(task, folder, kept)
-    assert decoded == ["0.png"] and torch.equal(after.train.image(0), before.train.image(1))
+    assert decoded == ["0.png"] and torch.equal(after.train.images[0], before.train.images[1])
     (new,) = set(_files(kept)) - files
     new.write_bytes(new.read_bytes()[:-20])
     decoded.clear()

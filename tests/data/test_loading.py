@@ -215,7 +215,7 @@ def test_joined_splits_keep_patients_apart_and_images_as_they_are() -> None:
     )
     several = joined([volumes, volumes], ["0", "1"])
     assert several.in_memory
-    assert [tuple(several.image(row).shape[1:]) for row in range(4)] == [(3, 4, 5), (2, 2, 2)] * 2
+    assert [tuple(several.images[row].shape[1:]) for row in range(4)] == [(3, 4, 5), (2, 2, 2)] * 2
     assert len(several.targets) == len(several) == 4 and several.targets[-1].shape == (2, 2, 2)
     images, targets = several.take(torch.tensor([1, 3]))
     assert images.shape == (2, 1, 2, 2, 2) and targets.shape == (2, 2, 2, 2)

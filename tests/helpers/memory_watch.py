@@ -30,7 +30,7 @@ class Watched:
 
     def image(self, row: int) -> Tensor:
         self._note()
-        return cast(Tensor, self.samples.image(row).clone())
+        return cast(Tensor, self.samples.images[row].clone())
 
     def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         self._note()
@@ -63,6 +63,6 @@ def watched(site: Site, split: str) -> Iterator[tuple[Site, Watched]]:
     gc.collect()
     gc.freeze()
     try:
-        yield Site(site.name, site.task, data, site.seed, site.device), actual
+        yield Site(site.name, site.task, data, site.seed, computing=site.computing), actual
     finally:
         gc.unfreeze()

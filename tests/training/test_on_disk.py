@@ -77,7 +77,7 @@ def test_same_batches_and_scores(
         memory.in_memory
         and not disk.in_memory
         and memory.names == disk.names
-        and _equal(memory.image(4), disk.image(4))
+        and _equal(memory.images[4], disk.images[4])
     )
     assert _equal(list(inside.data.test.targets), list(outside.data.test.targets))
     model = inside.predictor(inside.network())

@@ -44,13 +44,13 @@ def test_volumes_are_read_from_files_and_from_the_cache(tmp_path: Path, image_mo
     for data in (first, again):
         assert [len(data.train), len(data.validation), len(data.test)] == [3, 2, 2]
         size = (8, 8, 8) if image_mode == "resize" else SHAPE
-        assert data.train.image(0).shape == (2, *size) and data.train.targets[0].shape == size
+        assert data.train.images[0].shape == (2, *size) and data.train.targets[0].shape == size
         spacing = (
             (2.0 * 12 / 8, 14 / 8, 3.0 * 10 / 8) if image_mode == "resize" else (2.0, 1.0, 3.0)
         )
         assert data.train.spacings[0] == pytest.approx(spacing)
-    assert torch.equal(first.test.image(1), again.test.image(1))
-    bright = (first.train.image(0)[1] > 0.6).long()
+    assert torch.equal(first.test.images[1], again.test.images[1])
+    bright = (first.train.images[0][1] > 0.6).long()
     assert (bright == first.train.targets[0]).float().mean() > 0.9, (
         "channels and mask belong together"
     )
@@ -62,11 +62,11 @@ def test_orientation_and_spacing_of_the_task_hold_for_image_and_mask(tmp_path: P
     turned = load_site_data(
         "A", cube_task(image_mode="patch", orientation="SPR", spacing=[3.0, 2.0, 2.0]), folder
     )
-    assert stored.train.image(0).shape[1:] == (12, 14, 10) and turned.train.spacings[
+    assert stored.train.images[0].shape[1:] == (12, 14, 10) and turned.train.spacings[
         0
     ] == pytest.approx((3.0, 2.0, 2.0))
-    assert turned.train.image(0).shape[1:] == (10, 8, 12)
-    bright = turned.train.image(0)[0] > 0.6
+    assert turned.train.images[0].shape[1:] == (10, 8, 12)
+    bright = turned.train.images[0][0] > 0.6
     mask = turned.train.targets[0] > 0
     assert 2 * (bright & mask).sum() / (bright.sum() + mask.sum()) > 0.8
 
@@ -77,8 +77,8 @@ def test_a_missing_channel_is_an_error_or_zeros(tmp_path: Path, edit: Edit) -> N
     refused("flair", folder, cube_task())
     zeros = load_site_data("A", cube_task(missing_channels="zeros"), folder)
     assert (
-        zeros.train.image(0)[1].unique().numel() == 1
-        and zeros.train.image(1)[1].unique().numel() > 1
+        zeros.train.images[0][1].unique().numel() == 1
+        and zeros.train.images[1][1].unique().numel() > 1
     )
     edit(
         folder,
@@ -119,7 +119,7 @@ def test_masks_and_channels_may_have_another_orientation(
     )
     nibabel.save(stored.as_reoriented(turn), folder / f"p0_{name}.nii.gz")
     actual = load_site_data("A", task, folder).train
-    assert torch.equal(actual.image(0), expected.image(0)) and torch.equal(
+    assert torch.equal(actual.images[0], expected.images[0]) and torch.equal(
         actual.targets[0], expected.targets[0]
     )
 
@@ -133,12 +133,12 @@ def test_slices_of_different_grids_are_refused(tmp_path: Path) -> None:
         name: nibabel.load(folder / f"p0_{name}.nii.gz").get_fdata(dtype=np.float32)
         for name in (*NAMES, "mask")
     }
-    whole = load_site_data("A", task, folder).train.image(5)
+    whole = load_site_data("A", task, folder).train.images[5]
     turned_around = affine("LAS")
     turned_around[:3, 3] += affine()[:3, 0] * (SHAPE[0] - 1)
     for name in ("flair", "mask"):  # stored in another orientation with its affine
         write(folder / f"p0_{name}.nii.gz", images[name][::-1].copy(), turned_around)
-    assert torch.equal(load_site_data("A", task, folder).train.image(5), whole)
+    assert torch.equal(load_site_data("A", task, folder).train.images[5], whole)
     rounded = affine()
     rounded[:3, 3] += 0.4
     write(folder / "p0_mask.nii.gz", images["mask"], rounded)  # a shift of less than half a voxel

@@ -88,10 +88,6 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
         return self.images[row], self.targets[row]
 
-    def image(self, row: int) -> Tensor:
-        """One image, float32 (C, ...)."""
-        return self.images[row]
-
     def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Images (B, C, ...) and targets (B, ...) of rows, long (B,), that have one size."""
         return _take(self.images, rows), _take(self.targets, rows)

@@ -55,7 +55,7 @@ def photograph(site: Site, row: int, masks: Sequence[Tensor] = ()) -> bytes:
     stay at the site.
     """
     data = site.data.test
-    image = data.image(row)
+    image = data.images[row]
     limits = tuple(np.percentile(image.numpy(), [0.5, 99.5]))
     side = _SIDE if image.ndim == 3 else _VOLUME_SIDE
     spacing = data.spacings[row] if data.spacings else None
@@ -77,7 +77,7 @@ def contact_sheet(data: Mapping[str, SiteData], task: TaskConfig) -> bytes:
         for row in with_progress(
             drawn, len(drawn), f"site {name}, images for the scale of thumbnails"
         ):
-            sample.append(split.image(row).numpy().ravel())
+            sample.append(split.images[row].numpy().ravel())
     limits = tuple(np.percentile(np.concatenate(sample), [0.5, 99.5]))
     sheet = Image.new("RGB", (_COLUMNS * _SMALL, len(splits) * _SMALL), "white")
     for top, (name, split) in enumerate(splits.items()):
@@ -86,7 +86,7 @@ def contact_sheet(data: Mapping[str, SiteData], task: TaskConfig) -> bytes:
             masks = []
             if task.kind == "segmentation":
                 masks = [structures(split.targets[row][None], task)[0]]
-            picture = _picture(split.image(row), masks, None, limits, _SMALL)
+            picture = _picture(split.images[row], masks, None, limits, _SMALL)
             first = picture[:, :_SMALL]  # slice of a volume
             sheet.paste(Image.fromarray(first), (column * _SMALL, top * _SMALL))
     return png(np.array(sheet))
@@ -105,12 +105,12 @@ def _masks(site: Site, predictor: Predictor, row: int) -> list[Tensor]:
     task = site.task
     if task.image_mode == "resize" and predicts_by_patient(predictor):
         rows = rows_of_patients(data.patients)[data.patients[row]]
-        images = torch.stack([data.image(other) for other in rows]).to(site.device)
+        images = torch.stack([data.images[other] for other in rows]).to(site.device)
         with torch.no_grad(), evaluating(predictor):
             of_patient = predictor.predict_patient(images.split(site.scoring_batch))
             probabilities = of_patient.float().cpu()[[rows.index(row)]]
     else:
-        image = data.image(row)[None].to(site.device)
+        image = data.images[row][None].to(site.device)
         probabilities = predict_each(predictor, [image], task, site.scoring_batch)[0][None]
     return [structures(data.targets[row][None], task)[0], foreground(probabilities, task)[0]]
 

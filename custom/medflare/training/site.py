@@ -54,8 +54,8 @@ class Site:
     Name and seed (of the run) are keys of its random draws.
 
     Args:
-        computing: device, precision and memory format of networks and batches; by default those of
-            `device` and the task.
+        computing: device, precision and memory format of networks and batches; by default the CPU
+            and the task's precision.
         batch_limit: most images that go through a network at once here; None for no limit.
         minimum_patients: numbers of fewer patients are suppressed.
         source: task -> the site's images before they are resized, read as that task says; None for
@@ -78,7 +78,6 @@ class Site:
         task: TaskConfig,
         data: SiteData,
         seed: int = 0,
-        device: torch.device | str = "cpu",
         *,
         computing: Computing | None = None,
         batch_limit: int | None = None,
@@ -90,7 +89,7 @@ class Site:
         self.task = task
         self.data = data
         self.seed = seed
-        self.computing = computing or Computing(torch.device(device), task.precision)
+        self.computing = computing or Computing(torch.device("cpu"), task.precision)
         self.device = self.computing.device
         self.batch_limit = batch_limit
         self.minimum_patients = minimum_patients

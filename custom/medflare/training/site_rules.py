@@ -153,11 +153,11 @@ def check_contrast(site: Site) -> None:
         return
     train = site.data.train
     rows = [*rows_of_patients(train.patients).values()]
-    of_channels = _contrasts(rows, lambda row: _deviations(train.image(row)))
+    of_channels = _contrasts(rows, lambda row: _deviations(train.images[row]))
     step = math.ceil(len(rows) / _TRIED)
     chosen = rows[::step]
     middle = [of_patient[len(of_patient) // 2] for of_patient in chosen]
-    distinct = distinct_deviations(map(train.image, middle))
+    distinct = distinct_deviations(train.images[row] for row in middle)
     contrasts = of_channels.amax(dim=1)
     makes_plain = False
     for of_patients in (contrasts, distinct.amax(dim=1)):
