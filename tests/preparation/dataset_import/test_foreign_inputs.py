@@ -1405,6 +1405,16 @@ def test_classes_in_folders_of_patients(tmp_path: Path) -> None:
     assert (entry["patient"], entry["label"]) == ("883", 1)
 
 
+def test_an_image_and_its_mask_in_folders_of_visits(tmp_path: Path) -> None:
+    for visit in ("baseline", "followup"):
+        files(tmp_path, f"P0{{n}}/{visit}/t1.nii.gz", f"P0{{n}}/{visit}/lesion.nii.gz*")
+    text = error_of(tmp_path)
+    assert "if one of lesion, t1 is the mask of an image, give --structure NAME" in text
+    imported(tmp_path, structures=parse_structures(["lesion"]))
+    entry = entries(tmp_path)["P03/followup/t1.nii.gz"]
+    assert entry["label"] == "P03/followup/lesion.nii.gz"
+
+
 @pytest.mark.parametrize("cells", [("0", "1"), ("True", "False")])
 def test_a_column_that_tells_the_test_images_is_not_ignored(
     cells: tuple[str, str], tmp_path: Path

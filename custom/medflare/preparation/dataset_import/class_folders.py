@@ -231,7 +231,7 @@ class _Tree:
                 if len(folders) > 1:
                     swapped[image] = [folders[1], folders[0], *folders[2:]]
             replace(self, below=swapped).refuse_masks_of_classes()
-            raise DataError(f"{self.folder.root}: {problem}")
+            raise DataError(f"{self.folder.root}: {problem}{self.mask_option()}")
         _refuse_names(self.folder, names)
         dataset = self.dataset(1, names, layout, of_patients=of_patients)
         return replace(dataset, notes=tuple(notes))
@@ -247,6 +247,15 @@ class _Tree:
             return False
         no_patients = {"fold", *WORDS["site_column"]}
         return no_patients.isdisjoint(chain.from_iterable(map(words, self.inner)))
+
+    def mask_option(self) -> str:
+        """The option for folders that all hold an image and its mask under a few names; "" if the
+        images have other names.
+        """
+        names = sorted({stem(image) for image in self.below})
+        if not 1 < len(names) <= len(self.below) / 4:
+            return ""
+        return f"; if one of {', '.join(names)} is the mask of an image, give --structure NAME"
 
     def have_same_names(self) -> bool:
         """Whether nearly all images have the name of one in another first folder."""
