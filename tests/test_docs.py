@@ -244,3 +244,19 @@ def test_the_architecture_page_draws_these_layers() -> None:
         r"^\| (`\w+/`(?:, `\w+/`)*)", section("docs/architecture.md", "Rooms"), flags=re.MULTILINE
     )
     assert [re.findall(r"\w+", head) for head in heads] == layers
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_files_that_a_page_names_exist(page: str) -> None:
+    """A path may begin at the package or in a room that the page has named before."""
+    paths = []
+    for folder in ("custom", "tests", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            paths.append(f"/{path.relative_to(ROOT).as_posix()}")
+    named = set(re.findall(r"`((?:\w+/)+\w+\.py)`", read(page)))
+    written_by_the_reader = {name for name in named if "proximal" in name}
+    missing = []
+    for name in sorted(named - written_by_the_reader):
+        if not any(path.endswith(f"/{name}") for path in paths):
+            missing.append(name)
+    assert named and not missing
