@@ -166,8 +166,19 @@ def test_a_site_that_cannot_take_part_ends_the_run() -> None:
             {"B": SiteReply(problem="no images"), "C": SiteReply(problem="site C: another task")},
         )
     )
-    with pytest.raises(FederationFailed, match=r"B: no images.*site C: another task"):
+    with pytest.raises(
+        FederationFailed, match=r"B: no images.*site C: another task.*--min-sites 1"
+    ):
         admission.open(1)
+
+
+def test_sites_that_cannot_take_part_are_left_out_where_the_others_are_enough() -> None:
+    broken = {"B": SiteReply(problem="no images")}
+    admission = enrolment(Sites({0: "ABC"}, broken))
+    admission.open(2, all_present=False)
+    assert admission.inside == ["A", "C"] and noted(admission, "failed") == [("B", 0)]
+    with pytest.raises(FederationFailed, match=r"2 of the sites .* min_sites is 3.*B: no images"):
+        enrolment(Sites({0: "ABC"}, broken)).open(3, all_present=False)
 
 
 def test_too_few_inside_sites_end_the_run_with_the_reasons() -> None:

@@ -1,6 +1,7 @@
 """Enrollment: sites report their data before training.
 
-A site that cannot take part when the run starts ends it; a late site joins.
+A site that cannot take part when the run starts ends it, unless `min_sites` is given; a late site
+joins.
 """
 
 import math
@@ -79,12 +80,15 @@ class Enrolment:
         """The enrolled sites that train, sorted."""
         return [site for site in self.context.sites if site in self.enrolled]
 
-    def open(self, needed: int) -> None:
+    def open(self, needed: int, *, all_present: bool = True) -> None:
         """Enroll every site that is present; the others are named and may join later.
 
+        Args:
+            needed: inside sites that have to enroll.
+            all_present: whether all sites that are present have to enroll.
+
         Raises:
-            FederationFailed: a site reports that it cannot take part, or fewer than `needed` inside
-                sites enrolled.
+            FederationFailed: too few sites enrolled, with the reasons of the others.
         """
         self.invite(0)
         failed = {}
@@ -93,8 +97,11 @@ class Enrolment:
             problems[site] = reply.problem
             if reply.kind == "failed":
                 failed[site] = reply.problem
-        if failed:
-            raise FederationFailed(join_problems(failed))
+        if failed and all_present:
+            remedy = ""
+            if len(self.inside) >= needed:
+                remedy = f" (with --min-sites {needed} the other sites go on)"
+            raise FederationFailed(f"{join_problems(failed)}{remedy}")
         if len(self.inside) < needed:
             listed = f" ({join_problems(problems)})" if problems else ""
             raise FederationFailed(

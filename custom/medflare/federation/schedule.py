@@ -116,7 +116,8 @@ class Federation:
             max_client_weight=self.rules.max_client_weight,
             combined_sites=self._needed,
         )
-        enrolment.open(self._min_sites)
+        # Whoever names `min_sites` can do without the others.
+        enrolment.open(self._min_sites, all_present=self.rules.min_sites is None)
 
         # 2. Train, step by step; early stopping may shorten the schedule.
         steps = self._schedule_after(finished)

@@ -43,7 +43,8 @@ class Rules:
     """How a federation treats its members.
 
     Attributes:
-        min_sites: usable replies that a step needs; None: two, or one in a federation of one.
+        min_sites: usable replies that a step needs, and sites that have to enroll; None: two, or
+            one in a federation of one, and all that are there have to enroll.
         sites_per_round: inside sites drawn for a round; None: all.
         max_client_weight: maximum fraction of all training images, and of a rule's weights, that
             one site counts for; geometric, grace, sha and feddag may exceed it. None: no maximum.
