@@ -188,6 +188,24 @@ def test_a_site_left_out_in_turn_has_a_column_for_each_role(runs: list[Results])
     assert "| A | B | mean inside | A (outside) | X (outside) |" in heading
 
 
+def test_a_site_counts_once_in_the_means_of_a_structure(record: RunRecord) -> None:
+    dice = {"A": 0.2, "B": 0.4, "C": 0.9}  # C is inside whichever of A and B is left out
+
+    def run(outside: str) -> dict[str, Any]:
+        sites = {}
+        for name, value in dice.items():
+            sites[name] = SiteRecord(
+                "outside" if name == outside else "inside",
+                metrics={"deployed": {"dice": value}},
+                by_label={"deployed": {"disc": {"dice": value}, "cup": {"dice": value}}},
+            )
+        return build_results(dataclasses.replace(record, sites=sites))
+
+    tables = StudyTables({"fedavg": [run("A"), run("B")]})
+    assert "| 0.900 | 0.500 |" in str(tables.sites("dice"))
+    assert str(tables.by_label()).count("| 0.900 | 0.500 |") == 2
+
+
 def test_the_summary_has_the_worst_site_all_images_and_sites_below_training_alone(
     record: RunRecord,
 ) -> None:

@@ -137,6 +137,8 @@ class StudyTables(StudyValues):
         if table["label"].nunique() < 2:
             return None
         keys = ["row", "label", "role", "seed"]
+        # A site that is inside in several runs of a seed counts once.
+        table = table.groupby([*keys, "site"], as_index=False, sort=False)["value"].mean()
         means = table.groupby(keys, as_index=False)["value"].mean().assign(site=ALL_SITES)
         keys.insert(3, "site")
         values = pd.concat([table, means]).groupby(keys)["value"].mean().unstack("seed")
