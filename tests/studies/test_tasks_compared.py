@@ -98,6 +98,12 @@ def test_the_report_says_what_few_tasks_could_have_shown(record: RunRecord) -> N
     assert "Not in all studies, or undefined: other, prr." in tasks_report(with_other)
 
 
+def test_the_oracle_of_outside_sites_is_not_called_missing(record: RunRecord) -> None:
+    rows = {"fedavg": 0.5, "fedsm": 0.6, "participating": 0.7}
+    report = tasks_report([study(record, "one", **rows), study(record, "two", **rows)])
+    assert "participating" not in report
+
+
 def test_six_tasks_can_show_a_pair(record: RunRecord) -> None:
     studies = [study(record, f"task{i}", fedavg=0.5, fedsm=0.6 + i / 100) for i in range(6)]
     report = tasks_report(studies)

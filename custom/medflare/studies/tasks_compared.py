@@ -13,7 +13,6 @@ from scipy.stats import friedmanchisquare, studentized_range, wilcoxon
 from medflare.core.errors import ConfigError
 from medflare.evaluation.presentation import format_metric, metric_label
 from medflare.studies.markdown import Table, bullets, p_text
-from medflare.studies.references import CONSTANT
 from medflare.studies.statistics import LEVEL, holm
 from medflare.studies.tables import StudyTables
 from medflare.studies.values import sign_of
@@ -21,7 +20,8 @@ from medflare.studies.values import sign_of
 
 def task_means(studies: Sequence[StudyTables]) -> pd.DataFrame:
     """The deployed models' first metric, mean over inside sites (if there are none, outside sites)
-    and seeds: index (task, metric), columns the rows of all studies but the constant prediction.
+    and seeds: index (task, metric), columns the rows of all studies but the constant prediction
+    and the oracle of outside sites.
 
     Raises ConfigError for a task of two studies, and for fewer than two rows in common.
     """
@@ -91,8 +91,8 @@ def tasks_report(studies: Sequence[StudyTables]) -> str:
     ranks = mean_ranks(means)
     critical = critical_difference(tasks, rows)
     notes = []
-    names = set[str]().union(*(study.groups for study in studies))
-    left_out = sorted(names - set(means) - {CONSTANT})
+    names = set[str]().union(*(study.compared for study in studies))
+    left_out = sorted(names - set(means))
     if left_out:
         notes.append(f"Not in all studies, or undefined: {', '.join(left_out)}.")
     if rows > 2:
