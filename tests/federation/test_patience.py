@@ -64,6 +64,11 @@ class TestEarlyStopping:
         for card in cards:
             assert json.loads(card.read_text())["rounds"] == 5
 
+    def test_a_run_with_a_trained_selector_stops_too(self) -> None:
+        """The selector's updates of a round follow from the planned rounds."""
+        results = run("fedsm", patience=2, selector="compact_selector", gamma=0.5)
+        assert results["rounds"] == 5
+
     def test_a_resumed_run_stops_in_the_same_round(self, tmp_path: Path) -> None:
         whole = run(folder=tmp_path / "whole", patience=2)
         folder = tmp_path / "pieced"

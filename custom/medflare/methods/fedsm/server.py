@@ -197,6 +197,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
+        self.planned = max(1, context.rounds)  # early stopping may lower the context's
         rule = self.hyper.selection
         self.best_selector = ModelSelector(self.memory, "selector", rule, zero_sum=True)
         gamma = 0.0 if isinstance(self.hyper.gamma, str) else float(self.hyper.gamma)
@@ -213,7 +214,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
         if self.ridge:
             return 1
         if isinstance(self.hyper.selector_updates, str):
-            return -(-_UPDATES // max(1, self.context.rounds))
+            return -(-_UPDATES // self.planned)
         return self.hyper.selector_updates
 
     def steps(self) -> list[Step]:
