@@ -69,6 +69,12 @@ class TestEarlyStopping:
         results = run("fedsm", patience=2, selector="compact_selector", gamma=0.5)
         assert results["rounds"] == 5
 
+    def test_a_warm_up_does_not_end_the_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A warm-up of three rounds without progress; later round 5 is the best."""
+        flat = (0.0, 0.1, 0.1, 0.1, 0.2, 0.3, 0.3, *[0.2] * 6)
+        monkeypatch.setitem(globals(), "CURVE", flat)
+        assert run("feddag", rounds=12, patience=1)["rounds"] == 7
+
     def test_a_resumed_run_stops_in_the_same_round(self, tmp_path: Path) -> None:
         whole = run(folder=tmp_path / "whole", patience=2)
         folder = tmp_path / "pieced"

@@ -145,7 +145,8 @@ class Federation:
         if patience is None or not 0 < finished < len(steps):
             return steps
         round = steps[finished].round
-        earlier = (line for line in self.outcome.history if line["round"] < round)
+        first = self.server.warmup + 1
+        earlier = (line for line in self.outcome.history if first <= line["round"] < round)
         done = plateau(earlier, patience)
         rounds = context.rounds
         if done is None or done >= rounds:

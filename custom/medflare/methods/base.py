@@ -460,6 +460,7 @@ class ServerAlgorithm(ABC, Generic[V]):
         freezes: whether it supports `TaskConfig.freeze`.
         site_extension: a class that is mixed into any site algorithm (`method.extended`), for
             requests beside training.
+        warmup: first rounds whose models are not selected, and do not stop training early.
         memory: all state between steps, for a new server process.
     """
 
@@ -468,6 +469,7 @@ class ServerAlgorithm(ABC, Generic[V]):
     aggregation_class: ClassVar[type[Aggregation]] = NoAggregation
     freezes: ClassVar[bool] = False
     site_extension: ClassVar[type[SiteAlgorithm] | None] = None
+    warmup: int = 0
     _requests: ClassVar[Mapping[str, str]] = {}
     _handlers: ClassVar[Mapping[str, str]] = {}
 

@@ -268,7 +268,6 @@ class SHAServer(FedAvgServer[K]):
     freezes = False
     aggregation: HierarchicalAggregation
     site_extension = ScoredSite
-    warmup: int = 0  # first rounds without SHA, whose models are not selected
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
