@@ -106,6 +106,16 @@ def test_empty_slices_of_a_patient_count_only_with_false_positives() -> None:
     assert _by_patient(half, half & False, "a", "dice") == [[0]]
 
 
+def test_a_small_structure_of_a_large_image_is_counted_exactly(make_task: TaskOf) -> None:
+    image = torch.zeros(1, 1, 2**12, 2**13, dtype=torch.uint8)
+    image[..., 0, :12] = 1
+    truth = torch.zeros(1, 2**12, 2**13, dtype=torch.uint8)
+    truth[..., 0, :9] = 1
+    measured = measure([(image, truth, None)], make_task(), ["dice", "volume_error"])
+    values = measured.scores(["P"]).values
+    assert values == {"dice": pytest.approx(18 / 21), "volume_error": pytest.approx(3 / 9)}
+
+
 def test_boundary_distance_against_definition() -> None:
     random = np.random.default_rng(3)
     rows, columns = np.mgrid[:24, :24]

@@ -192,14 +192,9 @@ def measure(
     for probabilities, targets, spacing in portions:
         finite.append(torch.isfinite(probabilities).flatten(1).all(dim=1).cpu())
         if is_segmentation:
-            from monai.metrics.confusion_matrix import get_confusion_matrix
-
             predicted = annotation.masks(foreground(probabilities.cpu(), task))
             truth = annotation.masks(structures(targets, task))
-            # Pixels of every image and class: true positive, false positive, true negative, false
-            # negative, (B, C, 4).
-            counts = get_confusion_matrix(predicted.float(), truth.float(), include_background=True)
-            portion = {_COUNTS: counts}
+            portion = {_COUNTS: pixel_counts(predicted, truth)}
             for metric in of_masks:
                 portion[metric] = table[metric].compute(predicted, truth, spacing, task)
         else:
@@ -209,6 +204,18 @@ def measure(
     joined = {name: torch.cat(of_portions) for name, of_portions in parts.items()}
     names = annotation.names if is_segmentation else ()
     return MetricParts(task, metrics, joined, torch.cat(finite), names)
+
+
+def pixel_counts(predicted: Tensor, truth: Tensor) -> Tensor:
+    """Pixels of every image and class, int64 (N, C, 4): true positive, false positive, true
+    negative, false negative; of masks, bool (N, C, ...). MONAI's are float32, which is exact up to
+    2**24 pixels.
+    """
+    tp = (predicted & truth).flatten(2).sum(dim=2)
+    fp = predicted.flatten(2).sum(dim=2) - tp
+    fn = truth.flatten(2).sum(dim=2) - tp
+    tn = math.prod(truth.shape[2:]) - tp - fp - fn
+    return torch.stack([tp, fp, tn, fn], dim=2)
 
 
 def foreground(probabilities: Tensor, task: TaskConfig) -> Tensor:
