@@ -126,6 +126,13 @@ def test_a_head_that_is_not_linear_with_bias_is_refused(name: str) -> None:
         squares.plan_of(*PAIRS[name], squares.VGG)
 
 
+@pytest.mark.parametrize("name", ["fedproto", "fed_gaussian"])
+def test_patches_of_several_labels_are_refused_as_negatives_are_not_counted(name: str) -> None:
+    task = squares.task(target="multilabel", labels=["square", "corner"], image_mode="patch")
+    with pytest.raises(ConfigError, match="does not count the pixels without a label"):
+        get_method(name).check({}, task)
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_moments_are_numpys(task: str) -> None:
     algorithm = squares.algorithm(RidgeSite, task=getattr(squares, task))

@@ -37,7 +37,7 @@ from medflare.methods import (
     torch_generator,
 )
 from medflare.methods.families.class_statistics.statistics import (
-    LinearHeadSite,
+    ClassMeansSite,
     class_moments,
     class_samples,
     head_of,
@@ -126,7 +126,7 @@ def calibrated(
     return weight.detach(), bias.detach()
 
 
-class FedGaussianSite(LinearHeadSite, FedAvgSite[FedAvgSiteHyper]):
+class FedGaussianSite(ClassMeansSite, FedAvgSite[FedAvgSiteHyper]):
     """FedAvg's site algorithm; at the end it sends statistics of the classes."""
 
     @phase(request=(MODEL,), request_meta=(SELECTED_ROUND,), reply=GAUSSIANS, meta=MEASURED)

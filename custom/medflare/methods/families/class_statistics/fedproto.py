@@ -40,7 +40,7 @@ from medflare.methods import (
     strict_dataclass,
 )
 from medflare.methods.families.class_statistics.statistics import (
-    LinearHeadSite,
+    ClassMeansSite,
     class_moments,
     class_samples,
     feature_vectors,
@@ -107,7 +107,7 @@ def prototype_head(prototypes: Tensor, task: TaskConfig) -> tuple[Tensor, Tensor
     return weight[1::2] - weight[::2], bias[1::2] - bias[::2]
 
 
-class FedProtoSite(LinearHeadSite, PersonalSite[FedProtoHyper]):
+class FedProtoSite(ClassMeansSite, PersonalSite[FedProtoHyper]):
     """Trains its model towards the global prototypes; the site uses the model of the best round."""
 
     personal = PersistentState("personal")  # None before the first training

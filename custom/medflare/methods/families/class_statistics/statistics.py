@@ -78,6 +78,20 @@ class LinearHeadSite(SiteAlgorithm):
             )
 
 
+class ClassMeansSite(LinearHeadSite):
+    """Its server weighs means of classes by the numbers of their images or pixels."""
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: Any, server_hyper: Any) -> None:
+        """Also raises ConfigError if a class cannot be counted: patches of several labels."""
+        super().check(task, hyper, server_hyper)
+        if task.target == "multilabel" and task.image_mode == "patch":
+            raise ConfigError(
+                f"task {task.name} does not count the pixels without a label in patches; "
+                "set image_mode 'resize'"
+            )
+
+
 def head_of(state: StateDict) -> tuple[Tensor, Tensor]:
     """(weight (outputs, D), bias (outputs,)) of a network with a linear head."""
     head = [tensor for name, tensor in state.items() if name.startswith("head.")]
