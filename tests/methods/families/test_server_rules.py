@@ -422,6 +422,13 @@ class TestFedDGGA:
         weight = 0.5 / 1.45 + 0.45 * (2 / 3)
         assert made.weights["B"] == pytest.approx(weight / (0.95 / 1.45 + weight))
 
+    def test_a_site_that_is_drawn_later_starts_at_the_level_of_the_others(self) -> None:
+        made = aggregation("feddg_ga")
+        made.record = {"weights": dict.fromkeys("ABC", 1 / 3), "metrics": {}}
+        four = models([1.0], [1.0], [1.0], [1.0])
+        made.shared({"A": four["A"], "D": four["D"]}, 1, previous(0.0))
+        assert made.weights == pytest.approx({"A": 0.5, "D": 0.5})
+
     def test_a_site_with_weight_zero_alone_counts(self) -> None:
         made = aggregation("feddg_ga")
         made.record = {"weights": {"A": 1.0, "B": 0.0}, "metrics": {}}

@@ -130,7 +130,11 @@ class AdjustedMean(ReweightedMean):
     """
 
     def weigh(self, models: Models, round: int, previous: StateDict) -> Weights:
-        weights = {**fractions(self.shares(models)), **self.record.get("weights", {})}
+        shares = fractions(self.shares(models))
+        recorded = self.record.get("weights", {})
+        # Those recorded are of all sites so far, a new site's share is of the round's sites.
+        level = fmean(recorded.values()) / fmean(shares.values()) if recorded else 1.0
+        weights = {site: level * share for site, share in shares.items()} | recorded
         before = self.record.get("metrics", {})
         gaps = {}
         for site, model in models.items():
