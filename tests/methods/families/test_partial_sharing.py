@@ -115,9 +115,11 @@ class TestFineTuning:
         algorithm.memory.meta.pop("personal/best")
         algorithm.validation = lambda model: next(values)
         final_models = played.server.configure_final("A")
+        final_models.meta["selected_round"] = 1
         algorithm.perform("fine_tune", 2, final_models)
         models = algorithm.finalize(final_models)
         assert squares.equal(models["personal"].states["model"], final_models.states["model"])
+        assert models["personal"].meta["selected_round"] == 1
 
     @pytest.mark.parametrize("server", ["robust", "sha"])
     def test_with_another_server_algorithm(self, server: str) -> None:

@@ -37,13 +37,14 @@ class FineTunedSite(PersonalSite[F]):
     def fine_tune(self, round: int, incoming: Message) -> Message:
         """Trains the selected global model for `tuning_epochs` with a fresh optimizer."""
         model = self.network("model", incoming[MODEL])
-        self.selection.add(self.validation(model), round, incoming[MODEL])
+        rounds_trained = incoming[SELECTED_ROUND] or round
+        self.selection.add(self.validation(model), rounds_trained, incoming[MODEL])
         optimizer = self.site.optimizer(model.parameters())
         count = self.hyper.tuning_epochs
         loss = train_epochs(model, optimizer, self.site, round, "fine_tune", count=count)
         tuned = copied_state(model)
         reply = self.reply(loss=loss if count else None)
-        self.selection.add_trained(round, tuned, reply)
+        self.selection.add_trained(rounds_trained, tuned, reply)
         return reply
 
     def finalize(self, incoming: Message) -> FinalModels:
