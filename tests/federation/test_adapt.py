@@ -20,6 +20,7 @@ from medflare.flare.jobs.building import build_job
 from medflare.inference.deployed import load_model, plain_message, save_model
 from medflare.inference.predict import adapted
 from medflare.methods.catalogue import build_deployed
+from medflare.tasks.config import Sampling
 from methods import squares
 
 TASK = squares.CLASSIFICATION_WITH_BATCH_NORM
@@ -60,14 +61,25 @@ def test_a_further_model_is_tested(adapt: str) -> None:
     assert results["configuration"]["settings"]["adapt"] == adapt
 
 
+def test_class_shares_are_those_of_the_draws() -> None:
+    enrolled = {
+        "A": {"role": "inside", "class_counts": [9, 1, 0]},
+        "B": {"role": "inside", "class_counts": [1, 4, 5]},
+    }
+    assert reported_class_shares(enrolled, Sampling("balanced")) == [0.417, 0.417, 0.167]
+    weighted = Sampling("weighted", (2.0, 1.0, 1.0))
+    assert reported_class_shares(enrolled, weighted) == [0.583, 0.292, 0.125]
+
+
 def test_class_shares_come_with_label_shift_only() -> None:
     enrolled = {
         "A": {"role": "inside", "class_counts": [1, 2, 0]},
         "B": {"role": "inside", "class_counts": [2, 2, 2]},
         "O": {"role": "outside", "class_counts": [9, 0, 0]},
     }
-    assert reported_class_shares(enrolled) == [0.333, 0.444, 0.222]
-    assert reported_class_shares({**enrolled, "B": {"role": "inside", "class_counts": []}}) is None
+    assert reported_class_shares(enrolled, Sampling()) == [0.333, 0.444, 0.222]
+    unknown: dict[str, Any] = {**enrolled, "B": {"role": "inside", "class_counts": []}}
+    assert reported_class_shares(unknown, Sampling()) is None
     results, models = run(adapt="labelshift")
     counts = sum(squares.site(name, TASK).class_counts() for name in "AB")
     expected = torch.as_tensor(counts / torch.as_tensor(counts).sum()).tolist()

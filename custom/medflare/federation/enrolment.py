@@ -36,7 +36,7 @@ from medflare.methods.aggregation import capped
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.method import Method
 from medflare.methods.parts.measured import N_SAMPLES
-from medflare.tasks.config import TaskConfig
+from medflare.tasks.config import Sampling, TaskConfig
 
 _COMPARED = ("torch", "monai")  # by a warning alone
 
@@ -304,15 +304,26 @@ def _ranges(enrolled: Mapping[str, Json]) -> dict[str, TrainedOn]:
     return ranges
 
 
-def reported_class_shares(enrolled: Mapping[str, Json]) -> list[float] | None:
-    """Class shares of the training images of all inside sites, rounded, so that no number of images
-    follows from them; None if a site does not send its counts.
+def reported_class_shares(enrolled: Mapping[str, Json], sampling: Sampling) -> list[float] | None:
+    """Class shares of the training images of all inside sites, as they are drawn, rounded, so that
+    no number of images follows from them; None if a site does not send its counts.
     """
     counts = [meta[CLASS_COUNTS.name] for meta in enrolled.values() if meta[ROLE.name] == "inside"]
-    totals = [sum(of_class) for of_class in zip(*counts, strict=False)]
+    drawn = [_drawn(of_site, sampling) for of_site in counts]
+    totals = [sum(of_class) for of_class in zip(*drawn, strict=False)]
     if not all(counts) or not sum(totals):
         return None
     return [round(total / sum(totals), 3) for total in totals]
+
+
+def _drawn(counts: Sequence[int], sampling: Sampling) -> Sequence[float]:
+    """The images of each class in an epoch of a site, see `training.batches.sampling_weights`."""
+    if sampling.name == "shuffle":
+        return counts
+    weights = sampling.weights or [1.0] * len(counts)
+    present = [weight * (count > 0) for weight, count in zip(weights, counts, strict=False)]
+    total = sum(present) or 1.0
+    return [sum(counts) * weight / total for weight in present]
 
 
 def versions_here(identity: Json, task: TaskConfig) -> dict[str, str]:

@@ -356,7 +356,9 @@ class Federation:
         total = trained_on(self.outcome.enrolled)
         adapt = self.rules.adapt
         if adapt == LABEL_SHIFT and step.round:
-            self.outcome.class_shares = reported_class_shares(self.outcome.enrolled)
+            self.outcome.class_shares = reported_class_shares(
+                self.outcome.enrolled, self._context.task.sampling
+            )
         for site, message in outgoing.items():
             if adapt != NONE:
                 message[ADAPT] = adapt
