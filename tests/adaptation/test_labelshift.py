@@ -1,5 +1,6 @@
 """Class shares by expectation maximisation: against the likelihood itself, and where nothing can be learnt."""
 
+import math
 from typing import Any
 
 import pytest
@@ -65,6 +66,17 @@ def test_the_model_is_corrected_and_its_shares_are_stored(task: Any) -> None:
     assert torch.equal(other(images), model(images))
     with pytest.raises(StateError, match="other classes"):
         other.load_statistics({"shares": torch.ones(7)})
+
+
+def test_a_share_that_was_rounded_to_zero_is_no_shift() -> None:
+    share = 4e-4  # at the site as in the training
+    generator = torch.Generator().manual_seed(0)
+    positive = torch.rand(20000, generator=generator) < share
+    evidence = torch.randn(20000, generator=generator) + 3 * positive - 1.5
+    log_odds = 3 * evidence + math.log(share / (1 - share))
+    model = LabelShift(Given(), squares.BINARY_CLASSIFICATION, [1.0, 0.0])
+    model.adapt([log_odds.sigmoid()[:, None]])
+    assert model.shares[1] < 1e-3
 
 
 def test_other_tasks_and_wrong_shares_are_refused() -> None:

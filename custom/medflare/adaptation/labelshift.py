@@ -22,7 +22,9 @@ UNKNOWN_SHARES = (
     "the model does not hold the class shares of its training, which are taken as equal"
 )
 _CLOSE = 1e-7
-_LEAST = 1e-6  # share of a class, so that no probability is divided by 0
+_LEAST = 1e-6  # share of a class at the site
+# Of the training, whose shares have three decimals: 0 may have been nearly this.
+_LEAST_TRAINED = 5e-4
 
 
 def corrected(p: Tensor, trained: Tensor, shares: Tensor) -> Tensor:
@@ -77,7 +79,7 @@ class LabelShift(nn.Module):
             raise StateError(f"{CLASS_SHARES}: not shares of {count} classes; train the model anew")
         self.model = model
         self.binary = task.target == "binary"
-        prior = (prior / prior.sum()).clamp_min(_LEAST)
+        prior = (prior / prior.sum()).clamp_min(_LEAST_TRAINED)
         self.register_buffer("trained", prior)
         self.register_buffer("shares", prior.clone())
 
