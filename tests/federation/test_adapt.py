@@ -1,6 +1,7 @@
 """`adapt`: every site also tests its deployed model with a test-time adaptation, without labels."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,19 @@ def test_class_shares_are_those_of_the_draws() -> None:
         "A": {"role": "inside", "class_counts": [9, 1, 0]},
         "B": {"role": "inside", "class_counts": [1, 4, 5]},
     }
-    assert reported_class_shares(enrolled, Sampling("balanced")) == [0.417, 0.417, 0.167]
-    weighted = Sampling("weighted", (2.0, 1.0, 1.0))
+    balanced = replace(TASK, sampling=Sampling("balanced"))
+    assert reported_class_shares(enrolled, balanced) == [0.417, 0.417, 0.167]
+    weighted = replace(TASK, sampling=Sampling("weighted", (2.0, 1.0, 1.0)))
     assert reported_class_shares(enrolled, weighted) == [0.583, 0.292, 0.125]
+
+
+def test_class_shares_are_those_of_the_weights_in_the_loss() -> None:
+    enrolled = {"A": {"role": "inside", "class_counts": [8, 1, 1]}}
+    loss = {"name": "ce", "weights": [1.0, 8.0, 4.0]}
+    assert reported_class_shares(enrolled, replace(TASK, loss=loss)) == [0.4, 0.4, 0.2]
+    binary = replace(squares.BINARY_CLASSIFICATION, loss={"name": "ce", "weights": [9.0]})
+    rare = {"A": {"role": "inside", "class_counts": [9, 1]}}
+    assert reported_class_shares(rare, binary) == [0.5, 0.5]
 
 
 def test_class_shares_come_with_label_shift_only() -> None:
@@ -77,9 +88,9 @@ def test_class_shares_come_with_label_shift_only() -> None:
         "B": {"role": "inside", "class_counts": [2, 2, 2]},
         "O": {"role": "outside", "class_counts": [9, 0, 0]},
     }
-    assert reported_class_shares(enrolled, Sampling()) == [0.333, 0.444, 0.222]
+    assert reported_class_shares(enrolled, TASK) == [0.333, 0.444, 0.222]
     unknown: dict[str, Any] = {**enrolled, "B": {"role": "inside", "class_counts": []}}
-    assert reported_class_shares(unknown, Sampling()) is None
+    assert reported_class_shares(unknown, TASK) is None
     results, models = run(adapt="labelshift")
     counts = sum(squares.site(name, TASK).class_counts() for name in "AB")
     expected = torch.as_tensor(counts / torch.as_tensor(counts).sum()).tolist()

@@ -36,7 +36,7 @@ from medflare.methods.aggregation import capped
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.method import Method
 from medflare.methods.parts.measured import N_SAMPLES
-from medflare.tasks.config import Sampling, TaskConfig
+from medflare.tasks.config import TaskConfig
 
 _COMPARED = ("torch", "monai")  # by a warning alone
 
@@ -304,26 +304,33 @@ def _ranges(enrolled: Mapping[str, Json]) -> dict[str, TrainedOn]:
     return ranges
 
 
-def reported_class_shares(enrolled: Mapping[str, Json], sampling: Sampling) -> list[float] | None:
-    """Class shares of the training images of all inside sites, as they are drawn, rounded, so that
-    no number of images follows from them; None if a site does not send its counts.
+def reported_class_shares(enrolled: Mapping[str, Json], task: TaskConfig) -> list[float] | None:
+    """Class shares of the training images of all inside sites, as sampling and class weights make
+    the model learn them; rounded, so that no number of images follows from them. None if a site
+    does not send its counts.
     """
     counts = [meta[CLASS_COUNTS.name] for meta in enrolled.values() if meta[ROLE.name] == "inside"]
-    drawn = [_drawn(of_site, sampling) for of_site in counts]
-    totals = [sum(of_class) for of_class in zip(*drawn, strict=False)]
+    learnt = [_learnt(of_site, task) for of_site in counts]
+    totals = [sum(of_class) for of_class in zip(*learnt, strict=False)]
     if not all(counts) or not sum(totals):
         return None
     return [round(total / sum(totals), 3) for total in totals]
 
 
-def _drawn(counts: Sequence[int], sampling: Sampling) -> Sequence[float]:
-    """The images of each class in an epoch of a site, see `training.batches.sampling_weights`."""
-    if sampling.name == "shuffle":
-        return counts
-    weights = sampling.weights or [1.0] * len(counts)
-    present = [weight * (count > 0) for weight, count in zip(weights, counts, strict=False)]
-    total = sum(present) or 1.0
-    return [sum(counts) * weight / total for weight in present]
+def _learnt(counts: Sequence[int], task: TaskConfig) -> list[float]:
+    """A site's images divided by how much each class counts in its training, see
+    `training.batches.sampling_weights`; of losses the cross entropy alone has such weights.
+    """
+    weights = [float(count) for count in counts]
+    if task.sampling.name != "shuffle":
+        factors = task.sampling.weights or [1.0] * len(counts)
+        weights = [factor * (count > 0) for factor, count in zip(factors, counts, strict=False)]
+    of_loss = task.loss.get("weights") if task.loss["name"] == "ce" else None
+    if of_loss:
+        of_classes = [1.0, *of_loss] if task.target == "binary" else of_loss
+        weights = [one * other for one, other in zip(weights, of_classes, strict=False)]
+    total = sum(weights) or 1.0
+    return [sum(counts) * weight / total for weight in weights]
 
 
 def versions_here(identity: Json, task: TaskConfig) -> dict[str, str]:

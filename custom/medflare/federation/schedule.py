@@ -357,7 +357,7 @@ class Federation:
         adapt = self.rules.adapt
         if adapt == LABEL_SHIFT and step.round:
             self.outcome.class_shares = reported_class_shares(
-                self.outcome.enrolled, self._context.task.sampling
+                self.outcome.enrolled, self._context.task
             )
         for site, message in outgoing.items():
             if adapt != NONE:
