@@ -27,6 +27,7 @@ from medflare.methods.families.second_models.pfedme import (
 )
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.parts import heads
+from medflare.methods.parts.class_groups import totals_of_site
 from medflare.methods.parts.few_patients import first_batches
 from medflare.networks.features import FeatureNetwork
 from medflare.training.epochs import trainable
@@ -346,6 +347,17 @@ def test_balance_of_a_sigmoid_is_that_of_two_classes() -> None:
     pair = torch.stack([torch.tensor(0.0), z]) + counts[0].log()
     torch.testing.assert_close((z + shift[0]).sigmoid(), pair.softmax(dim=0)[1])
     assert shift[1].isfinite()
+
+
+def test_the_balance_is_that_of_the_images_as_sampling_draws_them() -> None:
+    task = squares.task("classification", sampling="balanced")
+    algorithm = squares.algorithm(FedRoDSite, task=task, missing=2)
+    assert algorithm.site.class_counts().tolist() == [8, 4, 0]
+    assert totals_of_site(algorithm.site).tolist() == [[6.0, 6.0, 0.0]]
+    shift = algorithm._shift()
+    assert shift[0] == shift[1]
+    pixels = squares.algorithm(FedRoDSite, task=squares.task(sampling="balanced")).site
+    assert totals_of_site(pixels).tolist() == [pixels.class_counts().tolist()]
 
 
 def test_fedrod_steps_by_hand() -> None:

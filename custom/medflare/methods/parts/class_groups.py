@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from medflare.core.states import StateDict
+from medflare.data.class_counts import counts_by_image
 from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
+from medflare.training.batches import sampling_weights
 from medflare.training.site import Site
 
 
@@ -71,9 +73,14 @@ def class_totals(task: TaskConfig, enrolled: Mapping[str, Any]) -> Tensor:
 
 
 def totals_of_site(site: Site) -> Tensor:
-    """`class_totals` at the site itself."""
-    enrolled = {"n": site.n, "class_counts": site.class_counts().tolist()}
-    return class_totals(site.task, enrolled)
+    """`class_totals` at the site itself, of an epoch's images as the task's sampling draws them."""
+    train = site.data.train
+    counts: Tensor = site.class_counts()
+    drawn = sampling_weights(site.task, train.targets)
+    if drawn is not None and drawn.any():
+        of_images = counts_by_image(train.targets, site.task).double()
+        counts = len(train) * (drawn @ of_images) / drawn.sum()
+    return class_totals(site.task, {"n": site.n, "class_counts": counts.tolist()})
 
 
 class PatientsOfClasses:
