@@ -10,6 +10,7 @@ from helpers.small_tasks import tiny_phantom
 from medflare.core.text import JsonDict
 from medflare.methods.aggregation import SiteModel
 from medflare.methods.catalogue import get_method
+from medflare.methods.families.server_rules.robust import RobustServer
 from medflare.methods.parts import robust
 from methods import squares
 
@@ -54,6 +55,14 @@ def test_shares_beyond_half_are_refused() -> None:
     for trim in (0.5, -0.5, math.nan):
         with pytest.raises(ValueError, match="trim"):
             robust.RobustLimits(trim=trim)
+
+
+@pytest.mark.parametrize(("trim", "warned"), [(0.2, 1), (0.33, 1), (0.34, 0)])
+def test_a_trim_that_cuts_no_site_gives_a_warning(trim: float, warned: int) -> None:
+    server = squares.server(RobustServer, rule="trimmed", trim=trim)
+    texts = [event["message"] for event in server.context.events.of("warning")]
+    assert len(server.context.sites) == 3 and len(texts) == warned
+    assert all("is their mean" in text for text in texts)
 
 
 def test_fewer_than_three_sites_give_a_warning() -> None:

@@ -28,7 +28,7 @@ from medflare.methods.fedavg.site import (
     trainable_part,
     trained_model,
 )
-from medflare.methods.parts.robust import RobustRule
+from medflare.methods.parts.robust import RobustLimits, RobustRule
 from medflare.methods.parts.selection import ModelSelector
 
 
@@ -71,10 +71,14 @@ class FedAvgServer(ServerAlgorithm[G]):
     def __init__(self, context: ServerContext):
         super().__init__(context)
         rule = getattr(self.hyper, "rule", "mean")
-        if rule != "mean" and len(context.sites) < 3:
+        count = len(context.sites)
+        trim = getattr(self.hyper, "trim", RobustLimits().trim)
+        if rule != "mean" and count < 3:
+            context.warn(f"{rule} of {count} sites is their mean: robustness needs three or more")
+        elif rule == "trimmed" and trim * count < 1:
             context.warn(
-                f"{rule} of {len(context.sites)} sites is their mean: "
-                "robustness needs three or more"
+                f"trimmed cuts none of {count} sites at trim {trim:g}, and is their mean: "
+                f"take method robust with trim of 1/{count} or more, or rule median"
             )
         self.model = context.initial_state()
         self.best = ModelSelector(self.memory, "global", self.hyper.selection)
