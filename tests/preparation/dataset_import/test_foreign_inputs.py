@@ -1467,6 +1467,12 @@ def test_small_copies_are_left_out(preview: str, tmp_path: Path) -> None:
     )
 
 
+def test_small_copies_below_their_class_are_left_out(tmp_path: Path) -> None:
+    files(tmp_path, "benign/b{n}.png", "benign/thumbs/b{n}_thumb.jpg", "malignant/m{n}.png")
+    imported(tmp_path)
+    assert {Path(image).parent.name for image in entries(tmp_path)} == {"benign", "malignant"}
+
+
 def test_a_level_beside_a_diagnosis_is_not_the_label_without_a_question(tmp_path: Path) -> None:
     """participants.tsv of ADNI, as Clinica writes it."""
     for number in NUMBERS:

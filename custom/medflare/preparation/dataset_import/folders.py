@@ -20,6 +20,7 @@ from medflare.preparation.dataset_import.names import (
     IMAGE_WORDS,
     WORDS,
     FileName,
+    beginnings,
     composed,
     parse_name,
     shortened,
@@ -360,14 +361,16 @@ def _take_aside(
 
 
 def _previews(images: Collection[Path]) -> set[Path]:
-    """Images in folders that are called thumbnails or the like, with names of others elsewhere."""
+    """Images in folders that are called thumbnails or the like, whose names are those of others
+    elsewhere, or begin with them.
+    """
     in_folders = set()
     for image in images:
         folder = {*words(image.parent.name)}
         if folder and folder <= {*WORDS["preview"]}:
             in_folders.add(image)
     elsewhere = {stem(image) for image in images if image not in in_folders}
-    return {image for image in in_folders if stem(image) in elsewhere}
+    return {image for image in in_folders if not elsewhere.isdisjoint(beginnings(stem(image)))}
 
 
 def _line_of_objects(kinds: Mapping[Path, str], root: Path) -> str:
