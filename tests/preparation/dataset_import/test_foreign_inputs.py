@@ -1667,7 +1667,7 @@ def test_images_that_differ_in_the_suffix_alone_are_a_warning(tmp_path: Path) ->
     assert not any("suffix" in line for line in report.warnings), "copies stay together"
 
 
-@pytest.mark.parametrize("name", ["unsorted", "To_check", "03 ungraded", "-1"])
+@pytest.mark.parametrize("name", ["unsorted", "To_check", "03 ungraded", "-1", "99", "excluded_bad"])
 def test_a_class_of_ungraded_images_is_asked_about(name: str, tmp_path: Path) -> None:
     files(tmp_path / "folders", "1/p{n}.png", "2/q{n}.png", f"{name}/r{{n}}.png")
     text = error_of(tmp_path / "folders")

@@ -187,22 +187,28 @@ def refuse_variants(names: Iterable[str], location: str) -> None:
 
 
 def ungraded(names: Sequence[str]) -> list[str]:
-    """The names of classes that may stand for images without one: words such as to_check, and whole
-    numbers below 0 beside two others.
+    """The names of classes that may stand for images without one: words such as to_check, and
+    beside two others whole numbers below 0, or 9, 99 and 999 far above them.
 
     Examples:
         >>> ungraded(["nv", "2_To-check"]), ungraded(["-1", "0", "1"]), ungraded(["-1", "1"])
         (['2_To-check'], ['-1'], [])
+        >>> ungraded(["0", "1", "9"]), ungraded(["7", "8", "9"])
+        (['9'], [])
     """
     called_so = []
-    below = []
+    codes = []
+    numbers = sorted({number for number in map(number_of, names) if number is not None})
     for name in names:
         number = number_of(name)
-        if number is not None and number < 0 and number.is_integer():
-            below.append(name)
-        elif " ".join(word for word in words(name) if not word.isdecimal()) in WORDS["ungraded"]:
+        text = " ".join(word for word in words(name) if not word.isdecimal())
+        if number is not None and number.is_integer():
+            is_last = number == numbers[-1] and 2 * numbers[-2:][0] < number
+            if number < 0 or (is_last and number in (9, 99, 999)):
+                codes.append(name)
+        elif any(f"{text} ".startswith(f"{word} ") for word in WORDS["ungraded"]):
             called_so.append(name)
-    doubtful = [*below, *called_so] if len(names) - len(below) > 1 else called_so
+    doubtful = [*codes, *called_so] if len(names) - len(codes) > 1 else called_so
     return doubtful if len(doubtful) < len(names) else []
 
 
