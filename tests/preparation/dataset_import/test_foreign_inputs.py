@@ -1902,3 +1902,25 @@ def test_the_sex_is_no_finding(tmp_path: Path) -> None:
     rows = [(f"{n}.png", *(n >> place & 1 for place in range(4)), n % 2) for n in NUMBERS]
     table(tmp_path / "t.csv", ("image", "edema", "mass", "nodule", "effusion", "male"), *rows)
     assert "male are labels? all hold 0 and 1" in error_of(tmp_path)
+
+
+# -- what the count of 2026-12-01 found ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "splits", [("treningowy", "walidacyjny", "testowy"), ("training", "validatie", "test")]
+)
+def test_splits_in_further_languages_are_kept(splits: tuple[str, ...], tmp_path: Path) -> None:
+    files(tmp_path, "{n}.png")
+    rows = [(f"{number}.png", "ab"[number % 2], splits[number % 3]) for number in NUMBERS]
+    table(tmp_path / "t.csv", ("image", "label", "zbior"), *rows)
+    imported(tmp_path)
+    assert entries(tmp_path)["1.png"]["split"] == "validation"
+    assert entries(tmp_path)["8.png"]["split"] == "test"
+
+
+def test_unknown_in_other_languages_is_said_to_be_a_class(tmp_path: Path) -> None:
+    files(tmp_path, "{n}.png")
+    rows = [(f"{number}.png", ("krank", "unbekannt")[number % 2]) for number in NUMBERS]
+    table(tmp_path / "t.csv", ("Datei", "Befund"), *rows)
+    assert "unbekannt in column Befund count as names" in imported(tmp_path).render()
