@@ -1924,3 +1924,14 @@ def test_unknown_in_other_languages_is_said_to_be_a_class(tmp_path: Path) -> Non
     rows = [(f"{number}.png", ("krank", "unbekannt")[number % 2]) for number in NUMBERS]
     table(tmp_path / "t.csv", ("Datei", "Befund"), *rows)
     assert "unbekannt in column Befund count as names" in imported(tmp_path).render()
+
+
+def test_outlines_in_a_table_are_named(tmp_path: Path) -> None:
+    """A table of VIA."""
+    files(tmp_path, "{n}.png")
+    outline = '"{""name"":""polygon"",""all_points_x"":[1,2],""all_points_y"":[1,2]}"'
+    rows = [(f"{number}.png", outline, "polyp") for number in NUMBERS]
+    header = ("filename", "region_shape_attributes", "region_attributes")
+    table(tmp_path / "via.csv", header, *rows)
+    text = error_of(tmp_path)
+    assert "column region_shape_attributes has outlines, which are not read; save each" in text

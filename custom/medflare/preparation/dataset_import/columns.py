@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import TypeAlias
 
@@ -25,6 +25,7 @@ from medflare.preparation.dataset_import.options import Columns
 _FINDINGS = 5  # least columns of 0 and 1 that are findings without a question
 # Start and length of each run of a mask, as of Kaggle's competitions.
 _RUN_LENGTHS = r"\d+ \d+(?: \d+ \d+)+"
+_OUTLINE = r'.*"(?:all_points_x|points|cx|height)".*'  # JSON of annotation tools
 
 # Attribute of `Columns`, sex, age and scanner -> the columns of the table; empty if there is none.
 UsedColumns: TypeAlias = dict[str, list[str]]
@@ -52,7 +53,7 @@ def used_columns(table: ImageTable, columns: Columns, kind: str) -> UsedColumns:
         used["label"] = _label_columns(table, used)
     if used["mask"] or kind == "segmentation":
         used["label"] = []
-    _refuse_run_lengths(table, used["mask"] or used["label"] or table.header)
+    _refuse_outlines(table, used["mask"] or used["label"] or table.header)
     for name in used["label"]:
         if _names_files(frame[name]):
             raise ColumnError(
@@ -84,14 +85,14 @@ def _names_below(frame: pd.DataFrame) -> str:
     return ""
 
 
-def _refuse_run_lengths(table: ImageTable, columns: Iterable[str]) -> None:
-    """Raise ColumnError if one of the columns has masks as run lengths."""
-    for name in columns:
-        if table.frame[name].str.fullmatch(_RUN_LENGTHS).any():
+def _refuse_outlines(table: ImageTable, columns: Iterable[str]) -> None:
+    """Raise ColumnError if one of the columns has masks as run lengths or outlines."""
+    kinds = {_RUN_LENGTHS: "lists of numbers, as run lengths of masks", _OUTLINE: "outlines"}
+    for name, (pattern, kind) in product(columns, kinds.items()):
+        if table.frame[name].str.fullmatch(pattern).any():
             raise ColumnError(
-                f"{table.path}: column {name} has lists of numbers, as run lengths of masks, which "
-                "are not read; save each mask as a picture and give --mask-column, or give another "
-                "--label-column"
+                f"{table.path}: column {name} has {kind}, which are not read; save each mask as a "
+                "picture and give --mask-column, or give another --label-column"
             )
 
 
