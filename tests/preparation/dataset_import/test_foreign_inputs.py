@@ -1667,7 +1667,9 @@ def test_images_that_differ_in_the_suffix_alone_are_a_warning(tmp_path: Path) ->
     assert not any("suffix" in line for line in report.warnings), "copies stay together"
 
 
-@pytest.mark.parametrize("name", ["unsorted", "To_check", "03 ungraded", "-1", "99", "excluded_bad"])
+@pytest.mark.parametrize(
+    "name", ["unsorted", "To_check", "03 ungraded", "-1", "99", "excluded_bad"]
+)
 def test_a_class_of_ungraded_images_is_asked_about(name: str, tmp_path: Path) -> None:
     files(tmp_path / "folders", "1/p{n}.png", "2/q{n}.png", f"{name}/r{{n}}.png")
     text = error_of(tmp_path / "folders")
@@ -1935,3 +1937,16 @@ def test_outlines_in_a_table_are_named(tmp_path: Path) -> None:
     table(tmp_path / "via.csv", header, *rows)
     text = error_of(tmp_path)
     assert "column region_shape_attributes has outlines, which are not read; save each" in text
+
+
+def test_masks_of_several_objects_are_to_be_united(tmp_path: Path) -> None:
+    files(tmp_path, "p{n}.png", "p{n}_lesion1.png*")
+    for number in range(0, 10, 2):
+        mask(tmp_path / f"p{number}_lesion2.png")
+    assert "if they are of several objects, unite them" in error_of(tmp_path)
+
+
+def test_outlines_of_imagej_are_named(tmp_path: Path) -> None:
+    files(tmp_path, "p{n}.tif")
+    (tmp_path / "p1_01.roi").write_bytes(b"Iout")
+    assert "text files are not read (p1_01.roi)" in error_of(tmp_path)

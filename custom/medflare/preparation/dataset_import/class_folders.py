@@ -296,7 +296,8 @@ class _Tree:
             return DataError(
                 f"{root}: images have companions {' and '.join(companions)}, as {first} has; if "
                 "one is the mask, call it NAME_mask, if each is of a structure, give --structure, "
-                "as --structure lung for NAME_lung, for each; take the others out"
+                "as --structure lung for NAME_lung, for each; if they are of several objects, "
+                "unite them; take the others out"
             )
         problem = f"{len(self.below)} images without masks or classes; supported: {LAYOUTS}"
         no_class = {*IMAGE_WORDS, *WORDS["other"]}

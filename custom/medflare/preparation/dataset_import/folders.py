@@ -51,7 +51,7 @@ HEADER = "dataset.json"  # of the Medical Segmentation Decathlon and of nnU-Net
 # First bytes of pictures -> their suffix.
 _MARKS = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"II*\0": ".tif", b"MM\0*": ".tif"}
 _LINE = 10_000  # bytes of a line that are read
-_TEXTS = (".txt", ".lst", ".json", ".geojson", ".xml", ".ndpa", ".svg")
+_TEXTS = (".txt", ".lst", ".json", ".geojson", ".xml", ".ndpa", ".svg", ".roi")
 
 
 @dataclass(frozen=True)
