@@ -29,7 +29,7 @@ def test_too_few_sites_are_no_federation(engine: str, tmp_path: Path, refused: R
 
 @pytest.mark.parametrize("name", ["a/b", "siteé", "site 1", "a.b", ""])
 def test_names_that_flare_cannot_have(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="FLARE"):
+    with pytest.raises(ConfigError, match="--engine local"):
         check_place(["site-1", name], tmp_path)
 
 

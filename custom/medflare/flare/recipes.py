@@ -162,10 +162,10 @@ def check_place(sites: Iterable[str], workspace: Path) -> None:
         if not _SITE_NAME.fullmatch(site):
             raise ConfigError(
                 f"site {site!r}: FLARE takes names of letters without accents, digits, - and _; "
-                "the plain loop takes others"
+                "the plain loop (--engine local) takes others"
             )
     if any(letter.isspace() for letter in str(workspace.absolute())):
         raise ConfigError(
             f"{workspace.absolute()}: FLARE's simulator takes no blanks in its path; "
-            "use another folder, or the plain loop"
+            "use another folder, or the plain loop (--engine local)"
         )
