@@ -461,7 +461,8 @@ class ServerAlgorithm(ABC, Generic[V]):
         site_extension: a class that is mixed into any site algorithm (`method.extended`), for
             requests beside training.
         warmup: first rounds whose models are not selected, and do not stop training early.
-        memory: all state between steps, for a new server process.
+        memory: all state between steps, for a new server process; `state` adds what the aggregation
+            packs.
     """
 
     Hyper: ClassVar[type] = ServerHyper
