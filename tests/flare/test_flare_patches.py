@@ -253,6 +253,8 @@ def test_a_job_lies_in_its_folder_only_when_it_is_authorized(
     (folder / "of an earlier deployment").touch()
     (tmp_path / f"{uuid.uuid4()}.0123456789abcdef").mkdir()  # of a process that was killed
     assert "another job" in str(deploy(job_meta={"job_id": str(uuid.uuid4())})) and not seen
+    of_kit = deploy(job_id="local", job_meta={"job_id": "local"})
+    assert "it names no job" in str(of_kit) and not seen
     private = tmp_path / "medflare" / KIT_JOB
     private.mkdir(parents=True)  # what a job of this id has left, which its lead has deleted
     assert "was here before" in str(deploy(job_meta={"job_id": KIT_JOB})) and not seen
@@ -263,7 +265,7 @@ def test_a_job_lies_in_its_folder_only_when_it_is_authorized(
     ]
     log = tmp_path / "audit.log"
     assert {path.name for path in tmp_path.iterdir()} == {"startup", "local", KIT_JOB, log.name}
-    assert log.read_text().count("refused train.deploy") == 2 + bool(refusal)
+    assert log.read_text().count("refused train.deploy") == 3 + bool(refusal)
     engine = ClientEngine.__new__(ClientEngine)
     engine.args = SimpleNamespace(workspace=str(tmp_path))
     engine.client = SimpleNamespace(client_name="site-1")
@@ -622,6 +624,9 @@ def test_metadata_of_a_job_are_bounded(meta: dict[str, Any]) -> None:
     manager.create({"name": "n", "custom_props": {"medflare": {"rounds": 3}}}, b"", fl_ctx)
     with pytest.raises(ValueError, match=r"nested too deep|more than 262144 characters"):
         manager.create(meta, b"", fl_ctx)
+    with pytest.raises(ValueError, match="job_id is not as FLARE makes it"):
+        manager.create({"name": "n", "job_id": "local"}, b"", fl_ctx)
+    manager.create({"name": "n", "job_id": KIT_JOB}, b"", fl_ctx)
 
 
 def test_the_configuration_of_a_job_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

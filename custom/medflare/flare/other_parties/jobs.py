@@ -215,6 +215,17 @@ def _is_usable(topic: str, reply: Any) -> bool:
     return not (is_error and topic == TrainingTopic.START_JOB)
 
 
+def _deployment_refusal(folder: Path, job_meta: Any) -> str | None:
+    """Why a job is not unpacked into this folder of the kit, named as its id; None if it is."""
+    if not JOB_ID.fullmatch(folder.name):  # it would replace local/
+        return "it names no job"
+    if job_meta.get(JobMetaKey.JOB_ID.value) != folder.name:
+        return "the metadata are those of another job"
+    if find_private_folder(folder).exists():  # a lead can delete a job, and give its id again
+        return "a job of this id was here before"
+    return None
+
+
 @cache
 def authorize_before_deployment() -> None:
     """Have FLARE unpack a job elsewhere until it is authorized, and a site start only jobs that
@@ -248,13 +259,9 @@ def authorize_before_deployment() -> None:
     def deployed(
         deployer: AppDeployer, workspace: Workspace, job_id: str, job_meta: Any, **words: Any
     ) -> str | None:
-        if job_meta.get(JobMetaKey.JOB_ID.value) != job_id:
-            reason = "the metadata are those of another job"
-            refused(workspace, job_id, TrainingTopic.DEPLOY, reason)
-            return reason
         folder = Path(workspace.get_run_dir(job_id))
-        if find_private_folder(folder).exists():  # a lead can delete a job, and give its id again
-            reason = "a job of this id was here before"
+        reason = _deployment_refusal(folder, job_meta)
+        if reason:
             refused(workspace, job_id, TrainingTopic.DEPLOY, reason)
             return reason
         clean(workspace.root_dir)

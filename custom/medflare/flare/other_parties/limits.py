@@ -14,6 +14,7 @@ from zipfile import ZipFile
 from nvflare.apis.fl_constant import WorkspaceConstants
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.job_def_manager import SimpleJobDefManager
+from nvflare.apis.job_def import JobMetaKey
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.np.np_downloader import ArrayConsumer
 from nvflare.app_common.streamers import file_streamer
@@ -34,6 +35,7 @@ from nvflare.private.fed.server.job_meta_validator import JobMetaValidator
 
 from medflare.core.files import refuse_bomb
 from medflare.core.text import JsonDict, printable, printable_json
+from medflare.flare.names import JOB_ID
 
 # Of one party, unfinished at once. FLARE has 64 threads for those of all parties; a job's process
 # of a site has a few.
@@ -224,7 +226,8 @@ def bound_files() -> None:
 @cache
 def bound_metadata() -> None:
     """Have FLARE take a job's configuration and metadata of bounded size alone, in this process: it
-    parses them before it asks anyone, and those of all jobs for each console every second.
+    parses them before it asks anyone, and those of all jobs for each console every second. A job's
+    id is no other name, whose folder of the kit FLARE would replace.
     """
     check_job = JobMetaValidator._validate_zf
     create = SimpleJobDefManager.create
@@ -251,7 +254,10 @@ def bound_metadata() -> None:
 
 
 def _check_metadata(meta: JsonDict) -> None:
-    """Raise ValueError for large metadata of a job."""
+    """Raise ValueError for large metadata of a job, or for an id that is no job's."""
+    job = meta.get(JobMetaKey.JOB_ID.value)
+    if job and not JOB_ID.fullmatch(job):
+        raise ValueError("job_id is not as FLARE makes it; leave it out")
     printable_json(meta, _META_DEPTH)
     if len(json.dumps(meta)) > _META_CHARACTERS:
         raise ValueError(f"metadata of more than {_META_CHARACTERS} characters")
