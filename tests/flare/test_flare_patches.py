@@ -9,6 +9,7 @@ import inspect
 import logging
 import shutil
 import socket
+import ssl
 import threading
 import uuid
 from collections.abc import Iterator
@@ -46,7 +47,10 @@ from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, Messa
 from nvflare.fuel.f3.cellnet.fqcn import FqcnInfo
 from nvflare.fuel.f3.cellnet.net_manager import NetManager
 from nvflare.fuel.f3.comm_error import CommError
+from nvflare.fuel.f3.drivers import tcp_driver
 from nvflare.fuel.f3.drivers.driver_params import DriverParams
+from nvflare.fuel.f3.drivers.socket_conn import ConnectionHandler
+from nvflare.fuel.f3.drivers.tcp_driver import TcpStreamServer
 from nvflare.fuel.f3.endpoint import Endpoint
 from nvflare.fuel.f3.message import Message
 from nvflare.fuel.f3.sfm.conn_manager import ConnManager
@@ -64,6 +68,13 @@ from nvflare.fuel.utils.config_service import ConfigService
 from nvflare.fuel.utils.fobs import FOBSContextKey, lobs
 from nvflare.fuel.utils.fobs.datum import Datum, DatumManager
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
+from nvflare.lighter.utils import (
+    Identity,
+    generate_cert,
+    generate_keys,
+    serialize_cert,
+    serialize_pri_key,
+)
 from nvflare.private.admin_defs import Message as AdminMessage
 from nvflare.private.defs import (
     ERROR_MSG_PREFIX,
@@ -108,6 +119,7 @@ from medflare.flare.other_parties.jobs import (
 from medflare.flare.other_parties.limits import (
     bound_arrays,
     bound_files,
+    bound_handshakes,
     bound_messages,
     bound_metadata,
     bound_streams,
@@ -647,6 +659,39 @@ def test_the_configuration_of_a_job_is_bounded(monkeypatch: pytest.MonkeyPatch) 
         job = name.partition("/")[0]
         valid, reason, _ = JobMetaValidator().validate(job, packed.getvalue())
         assert valid != refused and ("more than 1048576 bytes" in reason) == refused
+
+
+def test_a_silent_connection_keeps_no_other_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLARE waits for each TLS handshake before it accepts the next connection."""
+    key, public_key = generate_keys()
+    here = Identity("localhost")
+    certificate = generate_cert(here, here, key, public_key, server_default_host="localhost")
+    files = tmp_path / "server.crt", tmp_path / "server.key"
+    for file, content in zip(
+        files, (serialize_cert(certificate), serialize_pri_key(key)), strict=True
+    ):
+        file.write_bytes(content)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*files)
+    monkeypatch.setattr(tcp_driver, "get_ssl_context", lambda *words, **named: context)
+    monkeypatch.setattr(TcpStreamServer, "__init__", TcpStreamServer.__init__)
+    monkeypatch.setattr(
+        ConnectionHandler, "handle", lambda handler: handler.request.sendall(b"heard")
+    )
+    bound_handshakes.__wrapped__()
+    server = TcpStreamServer(MagicMock(), MagicMock(params={"host": "localhost", "port": 0}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = server.server_address
+    with socket.create_connection(address), socket.create_connection(address, 5) as second:
+        with ssl._create_unverified_context().wrap_socket(second) as secured:
+            assert secured.recv(5) == b"heard"
+        monkeypatch.setattr(limits, "_HANDSHAKE_TIMEOUT", 0.1)
+        with socket.create_connection(address, 5) as silent:
+            assert silent.recv(5) == b""
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.mark.parametrize(("person", "is_taken"), [(LEAD, True), ("member@example.org", False)])

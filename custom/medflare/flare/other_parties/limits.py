@@ -8,6 +8,7 @@ from collections import defaultdict
 from functools import cache
 from io import BytesIO
 from pathlib import Path, PurePath
+from ssl import SSLSocket
 from typing import Any
 from zipfile import ZipFile
 
@@ -21,6 +22,8 @@ from nvflare.app_common.streamers import file_streamer
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
+from nvflare.fuel.f3.drivers.socket_conn import ConnectionHandler
+from nvflare.fuel.f3.drivers.tcp_driver import TcpStreamServer
 from nvflare.fuel.f3.message import Message
 from nvflare.fuel.f3.streaming import byte_receiver
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
@@ -52,6 +55,7 @@ _META_DEPTH = 16  # of a job's metadata; and their length as JSON
 _META_CHARACTERS = 2**18
 _UPLOADS = 4  # of one party at once
 _UPLOAD_BYTES = 2**29  # of a job, packed
+_HANDSHAKE_TIMEOUT = 10.0  # seconds
 _BEGIN_TIMEOUT = 60.0  # seconds until the first part of a stream is there
 _LONGEST_RETRY = 120.0  # seconds that a finished stream is kept, as its sender may send parts again
 _LOG = logging.getLogger(__name__)
@@ -102,6 +106,34 @@ def bound_messages() -> None:
     AdminServer._create_conn = connected
     lobs.deserialize = decoded
     lobs.get_datum_dir = refuse_file
+
+
+@cache
+def bound_handshakes() -> None:
+    """Have FLARE wait for the TLS handshake of a connection in this connection's thread, a bounded
+    time, in this process: otherwise one of any account of the machine that stays silent keeps the
+    processes of jobs out.
+    """
+    make = TcpStreamServer.__init__
+    handle = ConnectionHandler.handle
+
+    def made(server: TcpStreamServer, *words: Any) -> None:
+        make(server, *words)
+        server.socket.do_handshake_on_connect = False  # when a connection is accepted
+
+    def handled(handler: ConnectionHandler) -> None:
+        if isinstance(handler.request, SSLSocket):
+            try:
+                handler.request.settimeout(_HANDSHAKE_TIMEOUT)
+                handler.request.do_handshake()
+                handler.request.settimeout(None)
+            except OSError as error:
+                _LOG.warning(f"refused: a connection without a TLS handshake ({error})")
+                return
+        handle(handler)
+
+    TcpStreamServer.__init__ = made
+    ConnectionHandler.handle = handled
 
 
 @cache
