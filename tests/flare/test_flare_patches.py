@@ -661,6 +661,22 @@ def test_the_configuration_of_a_job_is_bounded(monkeypatch: pytest.MonkeyPatch) 
         assert valid != refused and ("more than 1048576 bytes" in reason) == refused
 
 
+@pytest.mark.parametrize(("files", "is_valid"), [(100, True), (2_000, False)])
+def test_the_number_of_files_of_a_job_is_bounded(
+    files: int, is_valid: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five million empty files are a zip of 0.5 GB; meanwhile FLARE starts no other job."""
+    bound_metadata()
+    monkeypatch.setattr(limits, "_DIRECTORY_BYTES", 100_000)
+    monkeypatch.setattr(JobMetaValidator, "_validate_zf", lambda *words: {"name": "n"})
+    packed = tmp_path / "job.zip"
+    with ZipFile(packed, "w") as archive:
+        for number in range(files):
+            archive.writestr(f"job/app/{number}", "")
+    valid, reason, _ = JobMetaValidator().validate("job", str(packed))
+    assert valid == is_valid and ("names of its files" in reason) != is_valid
+
+
 def test_a_silent_connection_keeps_no_other_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

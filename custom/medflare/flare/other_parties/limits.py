@@ -4,6 +4,7 @@ import json
 import logging
 import threading
 import time
+import zipfile
 from collections import defaultdict
 from functools import cache
 from io import BytesIO
@@ -50,6 +51,7 @@ _LONGEST = 2**16  # of a list or table: up to 1024 unfinished ones lie in each o
 _COMMAND_CHARACTERS = 2**20  # of a console's command
 _FETCHED = 2  # messages with arrays; a site sends one at a time
 _JOB_BYTES = 2**26  # unpacked, which FLARE holds once for each site
+_DIRECTORY_BYTES = 2**21  # of the zip's directory: some ten thousand files, which may be empty
 LARGEST_CONFIG = 2**20  # bytes of a file of a job's configuration
 _META_DEPTH = 16  # of a job's metadata; and their length as JSON
 _META_CHARACTERS = 2**18
@@ -257,12 +259,21 @@ def bound_files() -> None:
 
 @cache
 def bound_metadata() -> None:
-    """Have FLARE take a job's configuration and metadata of bounded size alone, in this process: it
-    parses them before it asks anyone, and those of all jobs for each console every second. A job's
-    id is no other name, whose folder of the kit FLARE would replace.
+    """Have FLARE take a job's directory, configuration and metadata of bounded size alone, in this
+    process: it parses them before it asks anyone, metadata of all jobs for each console every
+    second, and starts no other job while it unpacks. A job's id is no other name, whose folder of
+    the kit FLARE would replace.
     """
+    validate = JobMetaValidator.validate
     check_job = JobMetaValidator._validate_zf
     create = SimpleJobDefManager.create
+
+    def validated(validator: JobMetaValidator, job: str, packed: Any) -> tuple[bool, str, JsonDict]:
+        with BytesIO(packed) if isinstance(packed, bytes) else Path(packed).open("rb") as file:
+            end = zipfile._EndRecData(file)  # type: ignore[attr-defined]
+        if end and end[zipfile._ECD_SIZE] > _DIRECTORY_BYTES:  # type: ignore[attr-defined]
+            return False, f"the names of its files have more than {_DIRECTORY_BYTES} bytes", {}
+        return validate(validator, job, packed)
 
     def checked(validator: JobMetaValidator, job: str, archive: ZipFile) -> Any:
         for member in archive.infolist():
@@ -281,6 +292,7 @@ def bound_metadata() -> None:
         _check_metadata(meta)  # a console's command adds some
         return create(manager, meta, content, fl_ctx)
 
+    JobMetaValidator.validate = validated
     JobMetaValidator._validate_zf = checked
     SimpleJobDefManager.create = created
 
