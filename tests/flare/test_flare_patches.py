@@ -5,6 +5,7 @@ show nothing about what medflare does. After an upgrade of FLARE one can fail at
 it names the patch to read again. The other tests show behaviour.
 """
 
+import asyncio
 import inspect
 import logging
 import shutil
@@ -12,8 +13,9 @@ import socket
 import ssl
 import threading
 import uuid
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -677,10 +679,9 @@ def test_the_number_of_files_of_a_job_is_bounded(
     assert valid == is_valid and ("names of its files" in reason) != is_valid
 
 
-def test_a_silent_connection_keeps_no_other_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """FLARE waits for each TLS handshake before it accepts the next connection."""
+@pytest.fixture
+def patched_handshakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
+    """The context of a server; FLARE is patched, and its connections say "heard"."""
     key, public_key = generate_keys()
     here = Identity("localhost")
     certificate = generate_cert(here, here, key, public_key, server_default_host="localhost")
@@ -691,23 +692,65 @@ def test_a_silent_connection_keeps_no_other_out(
         file.write_bytes(content)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*files)
+    for changed, name in (
+        (TcpStreamServer, "__init__"),
+        (SSLProtocol, "connection_made"),
+        (SSLProtocol, "_on_handshake_complete"),
+        (asyncio.constants, "SSL_HANDSHAKE_TIMEOUT"),
+    ):
+        monkeypatch.setattr(changed, name, getattr(changed, name))
     monkeypatch.setattr(tcp_driver, "get_ssl_context", lambda *words, **named: context)
-    monkeypatch.setattr(TcpStreamServer, "__init__", TcpStreamServer.__init__)
     monkeypatch.setattr(
         ConnectionHandler, "handle", lambda handler: handler.request.sendall(b"heard")
     )
+    monkeypatch.setattr(limits, "_HANDSHAKES", 3)
     bound_handshakes.__wrapped__()
+    return context
+
+
+def hears(address: Any) -> bool:
+    """Whether a server answers who finishes the handshake."""
+    connection = socket.create_connection(address, 5)
+    with ssl._create_unverified_context().wrap_socket(connection) as secured:
+        return secured.recv(5) == b"heard"
+
+
+@pytest.mark.usefixtures("patched_handshakes")
+def test_a_silent_connection_keeps_no_other_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE waits for each TLS handshake before it accepts the next connection."""
     server = TcpStreamServer(MagicMock(), MagicMock(params={"host": "localhost", "port": 0}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = server.server_address
-    with socket.create_connection(address), socket.create_connection(address, 5) as second:
-        with ssl._create_unverified_context().wrap_socket(second) as secured:
-            assert secured.recv(5) == b"heard"
-        monkeypatch.setattr(limits, "_HANDSHAKE_TIMEOUT", 0.1)
-        with socket.create_connection(address, 5) as silent:
-            assert silent.recv(5) == b""
+    silent = [socket.create_connection(address, 5) for _ in range(4)]
+    assert hears(address)
+    assert silent[0].recv(5) == b""  # the oldest of too many
+    monkeypatch.setattr(limits, "_HANDSHAKE_TIMEOUT", 0.1)
+    silent.append(socket.create_connection(address, 5))
+    assert silent[-1].recv(5) == b""
+    for connection in silent:
+        connection.close()
     server.shutdown()
     server.server_close()
+
+
+def test_silent_connections_use_up_no_files(patched_handshakes: ssl.SSLContext) -> None:
+    """Who reaches the server's port needs no certificate to open any number."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    def say(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"heard")
+
+    listening = asyncio.start_server(say, "localhost", 0, ssl=patched_handshakes)
+    server = asyncio.run_coroutine_threadsafe(listening, loop).result(5)
+    address = server.sockets[0].getsockname()[:2]
+    silent = [socket.create_connection(address, 5) for _ in range(4)]
+    assert hears(address)
+    with suppress(ConnectionResetError):  # the oldest of too many
+        assert silent[0].recv(5) == b""
+    for connection in silent:
+        connection.close()
+    loop.call_soon_threadsafe(loop.stop)
 
 
 @pytest.mark.parametrize(("person", "is_taken"), [(LEAD, True), ("member@example.org", False)])

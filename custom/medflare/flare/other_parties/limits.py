@@ -1,14 +1,19 @@
 """Bounds of what other parties can have this process read, keep and write."""
 
+import asyncio
 import json
 import logging
 import threading
 import time
 import zipfile
+from asyncio.sslproto import SSLProtocol
 from collections import defaultdict
-from functools import cache
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, partial
 from io import BytesIO
 from pathlib import Path, PurePath
+from socket import SHUT_RDWR, socket
 from ssl import SSLSocket
 from typing import Any
 from zipfile import ZipFile
@@ -57,7 +62,8 @@ _META_DEPTH = 16  # of a job's metadata; and their length as JSON
 _META_CHARACTERS = 2**18
 _UPLOADS = 4  # of one party at once
 _UPLOAD_BYTES = 2**29  # of a job, packed
-_HANDSHAKE_TIMEOUT = 10.0  # seconds
+_HANDSHAKES = 128  # unfinished ones of all who connect
+_HANDSHAKE_TIMEOUT = 20.0  # seconds; asyncio's is 60
 _BEGIN_TIMEOUT = 60.0  # seconds until the first part of a stream is there
 _LONGEST_RETRY = 120.0  # seconds that a finished stream is kept, as its sender may send parts again
 _LOG = logging.getLogger(__name__)
@@ -112,30 +118,73 @@ def bound_messages() -> None:
 
 @cache
 def bound_handshakes() -> None:
-    """Have FLARE wait for the TLS handshake of a connection in this connection's thread, a bounded
-    time, in this process: otherwise one of any account of the machine that stays silent keeps the
-    processes of jobs out.
+    """Have FLARE bound the number and the time of unfinished TLS handshakes, and wait for each in
+    its own thread, in this process: it accepts connections of a party's own processes one by one,
+    so that any account of the machine keeps them out by silence; and who reaches the server, even
+    without a certificate, has it open files until there are no more.
     """
     make = TcpStreamServer.__init__
     handle = ConnectionHandler.handle
+    connect = SSLProtocol.connection_made
+    complete = SSLProtocol._on_handshake_complete
+    of_threads, of_loop = Handshakes(), Handshakes()
 
     def made(server: TcpStreamServer, *words: Any) -> None:
         make(server, *words)
         server.socket.do_handshake_on_connect = False  # when a connection is accepted
 
     def handled(handler: ConnectionHandler) -> None:
-        if isinstance(handler.request, SSLSocket):
+        connection = handler.request
+        if isinstance(connection, SSLSocket):
+            of_threads.begin(connection, partial(socket.shutdown, connection, SHUT_RDWR))
             try:
-                handler.request.settimeout(_HANDSHAKE_TIMEOUT)
-                handler.request.do_handshake()
-                handler.request.settimeout(None)
+                connection.settimeout(_HANDSHAKE_TIMEOUT)
+                connection.do_handshake()
+                connection.settimeout(None)
             except OSError as error:
                 _LOG.warning(f"refused: a connection without a TLS handshake ({error})")
                 return
+            finally:
+                of_threads.end(connection)
         handle(handler)
+
+    def connected(protocol: Any, transport: Any) -> None:
+        of_loop.begin(protocol, transport.abort)
+        connect(protocol, transport)
+
+    def completed(protocol: Any, error: Any) -> None:
+        of_loop.end(protocol)
+        complete(protocol, error)
 
     TcpStreamServer.__init__ = made
     ConnectionHandler.handle = handled
+    SSLProtocol.connection_made = connected  # type: ignore[assignment,method-assign]
+    SSLProtocol._on_handshake_complete = completed  # type: ignore[assignment,method-assign]
+    asyncio.constants.SSL_HANDSHAKE_TIMEOUT = _HANDSHAKE_TIMEOUT
+
+
+class Handshakes:
+    """The last TLS handshakes that have begun; if too many are unfinished, the oldest is cut."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._unfinished: dict[Any, Callable[[], None]] = {}  # connection -> what cuts it
+
+    def begin(self, connection: Any, cut: Callable[[], None]) -> None:
+        """Note a new one."""
+        with self._lock:
+            self._unfinished[connection] = cut
+            if len(self._unfinished) <= _HANDSHAKES:
+                return
+            oldest = next(iter(self._unfinished))
+            cut_oldest = self._unfinished.pop(oldest)
+        with suppress(OSError):
+            cut_oldest()
+
+    def end(self, connection: Any) -> None:
+        """Note that one is done, or has failed."""
+        with self._lock:
+            self._unfinished.pop(connection, None)
 
 
 @cache
