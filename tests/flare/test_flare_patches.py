@@ -8,6 +8,7 @@ it names the patch to read again. The other tests show behaviour.
 import asyncio
 import inspect
 import logging
+import os
 import shutil
 import socket
 import ssl
@@ -40,6 +41,7 @@ from nvflare.apis.workspace import Workspace
 from nvflare.app_common.job_schedulers.job_scheduler import DefaultJobScheduler
 from nvflare.app_common.logging.job_log_receiver import JobLogReceiver
 from nvflare.app_common.np.np_downloader import ArrayConsumer, ArrayDownloadable
+from nvflare.app_common.storages import filesystem_storage
 from nvflare.app_common.streamers import file_streamer
 from nvflare.app_common.streamers import streamer_base as stream_base
 from nvflare.fuel.f3 import mpm
@@ -112,6 +114,7 @@ from medflare.flare.flare_patches import (
 )
 from medflare.flare.other_parties import limits, senders
 from medflare.flare.other_parties.jobs import (
+    archive_whole_jobs,
     audit_line_by_line,
     authorize_before_deployment,
     schedule_each_job_alone,
@@ -677,6 +680,22 @@ def test_the_number_of_files_of_a_job_is_bounded(
             archive.writestr(f"job/app/{number}", "")
     valid, reason, _ = JobMetaValidator().validate("job", str(packed))
     assert valid == is_valid and ("names of its files" in reason) != is_valid
+
+
+def test_an_archive_of_a_job_has_all_files_or_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLARE skips a folder that it cannot open, as without any more open files, and deletes it."""
+    archive_whole_jobs()
+    results = tmp_path / "job" / "medflare"
+    results.mkdir(parents=True)
+    (results / "results.json").touch()
+    archive = tmp_path / "archive.zip"
+    filesystem_storage._write_multi(str(archive), [str(results.parent)])
+    assert ZipFile(archive).namelist() == ["medflare/", "medflare/results.json"]
+    monkeypatch.setattr(os, "scandir", MagicMock(side_effect=OSError(24, "Too many open files")))
+    with pytest.raises(OSError, match="Too many open files"):
+        filesystem_storage._write_multi(str(archive), [str(results.parent)])
 
 
 @pytest.fixture

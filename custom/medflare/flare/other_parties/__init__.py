@@ -16,6 +16,7 @@ def protect_from_other_parties() -> None:
     jobs.audit_line_by_line()
     jobs.survive_messages()
     jobs.schedule_each_job_alone()
+    jobs.archive_whole_jobs()
     limits.bound_handshakes()
     limits.bound_messages()
     limits.bound_streams()

@@ -1,6 +1,7 @@
 """Jobs of others go on, whatever one party sends, and start only as they were authorized."""
 
 import logging
+import os
 import re
 import secrets
 import shutil
@@ -18,6 +19,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.job_def import Job, JobMetaKey
 from nvflare.apis.workspace import Workspace
 from nvflare.app_common.job_schedulers.job_scheduler import DefaultJobScheduler
+from nvflare.app_common.storages import filesystem_storage
 from nvflare.fuel.f3.cellnet import cell
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
 from nvflare.fuel.f3.message import Message
@@ -171,6 +173,24 @@ def schedule_each_job_alone() -> None:
     DefaultJobScheduler._do_schedule_job = scheduled
     JobRunner.run = ran
     JobRunner._job_complete_process = completed
+
+
+@cache
+def archive_whole_jobs() -> None:
+    """Have FLARE's server, in this process, archive a job with all its files or try again: it skips
+    folders that it cannot open, as without any more open files, and then deletes them.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    def all_paths(folder: str) -> list[str]:
+        paths = []
+        for inside, folders, files in os.walk(folder, onerror=refuse):
+            paths += [os.path.join(inside, name) for name in (*files, *folders)]
+        return paths
+
+    filesystem_storage.get_all_file_paths = all_paths
 
 
 @cache
