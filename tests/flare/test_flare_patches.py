@@ -27,6 +27,8 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 import pytest
+from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp.test_utils import TestClient, TestServer
 from nvflare.apis.client import Client
 from nvflare.apis.controller_spec import Task
 from nvflare.apis.fl_constant import ReservedKey, RunProcessKey
@@ -51,7 +53,7 @@ from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, Messa
 from nvflare.fuel.f3.cellnet.fqcn import FqcnInfo
 from nvflare.fuel.f3.cellnet.net_manager import NetManager
 from nvflare.fuel.f3.comm_error import CommError
-from nvflare.fuel.f3.drivers import tcp_driver
+from nvflare.fuel.f3.drivers import aio_http_driver, tcp_driver
 from nvflare.fuel.f3.drivers.driver_params import DriverParams
 from nvflare.fuel.f3.drivers.socket_conn import ConnectionHandler
 from nvflare.fuel.f3.drivers.tcp_driver import TcpStreamServer
@@ -123,6 +125,7 @@ from medflare.flare.other_parties.jobs import (
 )
 from medflare.flare.other_parties.limits import (
     bound_arrays,
+    bound_connections,
     bound_files,
     bound_handshakes,
     bound_messages,
@@ -680,6 +683,54 @@ def test_the_number_of_files_of_a_job_is_bounded(
             archive.writestr(f"job/app/{number}", "")
     valid, reason, _ = JobMetaValidator().validate("job", str(packed))
     assert valid == is_valid and ("names of its files" in reason) != is_valid
+
+
+def test_a_frame_is_bounded_when_it_is_inflated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE inflates 2 MB to 2 GB for anyone with a certificate, before it looks at them."""
+    monkeypatch.setattr(aio_http_driver, "MAX_FRAME_SIZE", aio_http_driver.MAX_FRAME_SIZE)
+    monkeypatch.setattr(ConnManager, "handle_new_connection", None)
+    monkeypatch.setattr(limits, "_FRAME_BYTES", 100_000)
+    bound_connections.__wrapped__()
+    seen: list[Any] = []
+
+    async def listen(websocket: Any) -> None:
+        seen.extend([message.type async for message in websocket])
+
+    driver = SimpleNamespace(_connection_handler=listen)
+
+    async def sent(size: int) -> int | None:
+        app = web.Application()
+        app.router.add_get("/", partial(aio_http_driver.AioHttpDriver._websocket_handler, driver))
+        async with TestClient(TestServer(app)) as client:
+            websocket = await client.ws_connect("/", compress=15)
+            await websocket.send_bytes(bytes(size))
+            await websocket.close()
+            return websocket.close_code
+
+    assert asyncio.run(sent(90_000)) == WSCloseCode.OK
+    assert asyncio.run(sent(110_000)) == WSCloseCode.MESSAGE_TOO_BIG
+    assert seen == [WSMsgType.BINARY, WSMsgType.ERROR]
+
+
+def test_a_party_has_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+    monkeypatch.setattr(ConnManager, "handle_new_connection", lambda *words: opened.append(words))
+    monkeypatch.setattr(limits, "_CONNECTIONS", 2)
+    bound_connections.__wrapped__()
+    manager = ConnManager.__new__(ConnManager)
+
+    def connection_of(party: str | None) -> Any:
+        named = {DriverParams.PEER_CN.value: party} if party else {}
+        return MagicMock(get_conn_properties=lambda: named)
+
+    connections = [connection_of(party) for party in ("site-1", "site-2", "site-1", None, None)]
+    manager.sfm_conns = {
+        number: SimpleNamespace(conn=connection) for number, connection in enumerate(connections)
+    }
+    for party, is_opened in (("site-1", False), ("site-2", True), (None, True)):
+        connection = connection_of(party)
+        manager.handle_new_connection(connection)
+        assert ((manager, connection) in opened) == is_opened != connection.close.called
 
 
 def test_an_archive_of_a_job_has_all_files_or_fails(

@@ -18,6 +18,7 @@ def protect_from_other_parties() -> None:
     jobs.schedule_each_job_alone()
     jobs.archive_whole_jobs()
     limits.bound_handshakes()
+    limits.bound_connections()
     limits.bound_messages()
     limits.bound_streams()
     limits.bound_arrays()

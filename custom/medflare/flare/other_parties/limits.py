@@ -28,9 +28,12 @@ from nvflare.app_common.streamers import file_streamer
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
+from nvflare.fuel.f3.drivers import aio_http_driver, socket_conn
+from nvflare.fuel.f3.drivers.driver_params import DriverParams
 from nvflare.fuel.f3.drivers.socket_conn import ConnectionHandler
 from nvflare.fuel.f3.drivers.tcp_driver import TcpStreamServer
 from nvflare.fuel.f3.message import Message
+from nvflare.fuel.f3.sfm.conn_manager import ConnManager
 from nvflare.fuel.f3.streaming import byte_receiver
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
@@ -62,6 +65,8 @@ _META_DEPTH = 16  # of a job's metadata; and their length as JSON
 _META_CHARACTERS = 2**18
 _UPLOADS = 4  # of one party at once
 _UPLOAD_BYTES = 2**29  # of a job, packed
+_FRAME_BYTES = 2**24  # of streams' parts, which FLARE makes 1 MiB long
+_CONNECTIONS = 128  # of one party: a site's processes, a person's commands
 _HANDSHAKES = 128  # unfinished ones of all who connect
 _HANDSHAKE_TIMEOUT = 20.0  # seconds; asyncio's is 60
 _BEGIN_TIMEOUT = 60.0  # seconds until the first part of a stream is there
@@ -161,6 +166,29 @@ def bound_handshakes() -> None:
     SSLProtocol.connection_made = connected  # type: ignore[assignment,method-assign]
     SSLProtocol._on_handshake_complete = completed  # type: ignore[assignment,method-assign]
     asyncio.constants.SSL_HANDSHAKE_TIMEOUT = _HANDSHAKE_TIMEOUT
+
+
+@cache
+def bound_connections() -> None:
+    """Have FLARE take frames of bounded size, and a bounded number of connections of a party, in
+    this process: it takes, and inflates, 2 GiB of anyone with a certificate.
+    """
+    open_connection = ConnManager.handle_new_connection
+
+    def opened(manager: ConnManager, connection: Any) -> None:
+        party = connection.get_conn_properties().get(DriverParams.PEER_CN.value)
+        count = 0
+        for other in list(manager.sfm_conns.values()):
+            count += other.conn.get_conn_properties().get(DriverParams.PEER_CN.value) == party
+        if party and count >= _CONNECTIONS:
+            _LOG.warning(printable(f"refused: {party} has {count} connections"))
+            connection.close()
+            return
+        open_connection(manager, connection)
+
+    ConnManager.handle_new_connection = opened
+    aio_http_driver.MAX_FRAME_SIZE = _FRAME_BYTES
+    socket_conn.MAX_FRAME_SIZE = _FRAME_BYTES
 
 
 class Handshakes:
