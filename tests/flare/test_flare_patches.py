@@ -61,6 +61,7 @@ from nvflare.fuel.f3.endpoint import Endpoint
 from nvflare.fuel.f3.message import Message
 from nvflare.fuel.f3.sfm.conn_manager import ConnManager
 from nvflare.fuel.f3.sfm.constants import HandshakeKeys
+from nvflare.fuel.f3.sfm.prefix import PREFIX_LEN, Prefix
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.stream_const import StreamDataType, StreamHeaderKey
 from nvflare.fuel.f3.streaming.stream_types import BlobSizeError
@@ -710,6 +711,21 @@ def test_a_frame_is_bounded_when_it_is_inflated(monkeypatch: pytest.MonkeyPatch)
     assert asyncio.run(sent(90_000)) == WSCloseCode.OK
     assert asyncio.run(sent(110_000)) == WSCloseCode.MESSAGE_TOO_BIG
     assert seen == [WSMsgType.BINARY, WSMsgType.ERROR]
+
+
+def test_an_endpoint_says_its_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE keeps all that it says: 12 MB are a gigabyte of empty tables, for each connection."""
+    monkeypatch.setattr(ConnManager, "handle_new_connection", None)
+    monkeypatch.setattr(ConnManager, "get_dict_payload", staticmethod(ConnManager.get_dict_payload))
+    bound_connections.__wrapped__()
+    prefix = Prefix()
+    for tables, is_read in ((1000, True), (5000, False)):
+        said = {HandshakeKeys.ENDPOINT_NAME: "site-1", "x": [{}] * tables}
+        frame = bytes(PREFIX_LEN) + fobs.fobs.msgpack.packb(said)
+        with nullcontext() if is_read else pytest.raises(ValueError, match="more than 4096 bytes"):
+            assert ConnManager.get_dict_payload(prefix, frame) == {
+                HandshakeKeys.ENDPOINT_NAME: "site-1"
+            }
 
 
 def test_a_party_has_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:

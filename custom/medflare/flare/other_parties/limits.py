@@ -34,6 +34,7 @@ from nvflare.fuel.f3.drivers.socket_conn import ConnectionHandler
 from nvflare.fuel.f3.drivers.tcp_driver import TcpStreamServer
 from nvflare.fuel.f3.message import Message
 from nvflare.fuel.f3.sfm.conn_manager import ConnManager
+from nvflare.fuel.f3.sfm.constants import HandshakeKeys
 from nvflare.fuel.f3.streaming import byte_receiver
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
@@ -66,6 +67,7 @@ _META_CHARACTERS = 2**18
 _UPLOADS = 4  # of one party at once
 _UPLOAD_BYTES = 2**29  # of a job, packed
 _FRAME_BYTES = 2**24  # of streams' parts, which FLARE makes 1 MiB long
+_NAME_BYTES = 2**12  # of an endpoint
 _CONNECTIONS = 128  # of one party: a site's processes, a person's commands
 _HANDSHAKES = 128  # unfinished ones of all who connect
 _HANDSHAKE_TIMEOUT = 20.0  # seconds; asyncio's is 60
@@ -171,9 +173,17 @@ def bound_handshakes() -> None:
 @cache
 def bound_connections() -> None:
     """Have FLARE take frames of bounded size, and a bounded number of connections of a party, in
-    this process: it takes, and inflates, 2 GiB of anyone with a certificate.
+    this process: it takes, and inflates, 2 GiB of anyone with a certificate, and keeps for ever
+    what an endpoint says with its name.
     """
     open_connection = ConnManager.handle_new_connection
+    read = ConnManager.get_dict_payload
+
+    def name_read(prefix: Any, frame: Any) -> JsonDict:
+        if len(frame) > _NAME_BYTES:
+            raise ValueError(f"a name of more than {_NAME_BYTES} bytes")
+        values = read(prefix, frame)
+        return {HandshakeKeys.ENDPOINT_NAME: values[HandshakeKeys.ENDPOINT_NAME]}
 
     def opened(manager: ConnManager, connection: Any) -> None:
         party = connection.get_conn_properties().get(DriverParams.PEER_CN.value)
@@ -187,6 +197,7 @@ def bound_connections() -> None:
         open_connection(manager, connection)
 
     ConnManager.handle_new_connection = opened
+    ConnManager.get_dict_payload = staticmethod(name_read)
     aio_http_driver.MAX_FRAME_SIZE = _FRAME_BYTES
     socket_conn.MAX_FRAME_SIZE = _FRAME_BYTES
 
