@@ -819,6 +819,18 @@ def test_a_silent_connection_keeps_no_other_out(monkeypatch: pytest.MonkeyPatch)
     server.server_close()
 
 
+@pytest.mark.usefixtures("patched_handshakes")
+def test_a_server_without_tls_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in POC mode."""
+    monkeypatch.setattr(tcp_driver, "get_ssl_context", lambda *words, **named: None)
+    server = TcpStreamServer(MagicMock(), MagicMock(params={"host": "localhost", "port": 0}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with socket.create_connection(server.server_address, 5) as connection:
+        assert connection.recv(5) == b"heard"
+    server.shutdown()
+    server.server_close()
+
+
 def test_silent_connections_use_up_no_files(patched_handshakes: ssl.SSLContext) -> None:
     """Who reaches the server's port needs no certificate to open any number."""
     loop = asyncio.new_event_loop()

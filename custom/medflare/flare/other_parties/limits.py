@@ -138,7 +138,8 @@ def bound_handshakes() -> None:
 
     def made(server: TcpStreamServer, *words: Any) -> None:
         make(server, *words)
-        server.socket.do_handshake_on_connect = False  # when a connection is accepted
+        if isinstance(server.socket, SSLSocket):
+            server.socket.do_handshake_on_connect = False  # when a connection is accepted
 
     def handled(handler: ConnectionHandler) -> None:
         connection = handler.request
