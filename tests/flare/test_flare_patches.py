@@ -51,9 +51,11 @@ from nvflare.fuel.f3.cellnet import cell
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType
 from nvflare.fuel.f3.cellnet.fqcn import FqcnInfo
+from nvflare.fuel.f3.cellnet.identity import CellIdentityResolver
 from nvflare.fuel.f3.cellnet.net_manager import NetManager
 from nvflare.fuel.f3.comm_error import CommError
 from nvflare.fuel.f3.drivers import aio_http_driver, tcp_driver
+from nvflare.fuel.f3.drivers.connector_info import Mode
 from nvflare.fuel.f3.drivers.driver_params import DriverParams
 from nvflare.fuel.f3.drivers.socket_conn import ConnectionHandler
 from nvflare.fuel.f3.drivers.tcp_driver import TcpStreamServer
@@ -132,6 +134,7 @@ from medflare.flare.other_parties.limits import (
     bound_messages,
     bound_metadata,
     bound_streams,
+    bound_waiting_frames,
     keep_downloads_inside,
 )
 from medflare.flare.other_parties.senders import (
@@ -747,6 +750,43 @@ def test_a_party_has_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
         connection = connection_of(party)
         manager.handle_new_connection(connection)
         assert ((manager, connection) in opened) == is_opened != connection.close.called
+
+
+@pytest.mark.parametrize(
+    ("party", "mode", "is_bounded"),
+    [
+        ("site-1", Mode.PASSIVE, True),
+        ("coordination.example.org", Mode.PASSIVE, False),  # the server's own job
+        ("site-1", Mode.ACTIVE, False),
+        (None, Mode.PASSIVE, False),
+    ],
+)
+def test_few_frames_of_a_party_wait(
+    party: str | None, mode: Any, is_bounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3.6 MB of a member keep FLARE's server busy for a minute, which hears nobody else."""
+    waiting: list[Any] = []
+    monkeypatch.setattr(ConnManager, "process_frame", lambda *words: waiting.append(words))
+    monkeypatch.setattr(ConnManager, "process_frame_task", lambda *words: None)
+    monkeypatch.setattr(limits, "_WAITING", 12)
+    bound_waiting_frames.__wrapped__()
+    manager = ConnManager.__new__(ConnManager)
+    manager.local_endpoint = Endpoint("server")
+    named = {"server": "coordination.example.org"}
+    manager.identity_resolver = CellIdentityResolver("server", exact_identity_map=named)
+    connection = MagicMock()
+    connection.conn.connector.mode = mode
+    connection.conn.get_conn_properties.return_value = {DriverParams.PEER_CN.value: party}
+    connection.conn.closing = False
+    manager.process_frame(connection, bytes(2**21))  # counts as nine
+    for _ in range(5):
+        manager.process_frame(connection, b"")
+    assert len(waiting) == (4 if is_bounded else 6)
+    assert connection.conn.close.called == is_bounded
+    for words in waiting:
+        manager.process_frame_task(*words[1:])
+    manager.process_frame(connection, b"")
+    assert len(waiting) == (5 if is_bounded else 7)
 
 
 def test_an_archive_of_a_job_has_all_files_or_fails(

@@ -19,6 +19,7 @@ def protect_from_other_parties() -> None:
     jobs.archive_whole_jobs()
     limits.bound_handshakes()
     limits.bound_connections()
+    limits.bound_waiting_frames()
     limits.bound_messages()
     limits.bound_streams()
     limits.bound_arrays()

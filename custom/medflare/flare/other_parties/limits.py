@@ -7,7 +7,7 @@ import threading
 import time
 import zipfile
 from asyncio.sslproto import SSLProtocol
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
@@ -29,6 +29,7 @@ from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.drivers import aio_http_driver, socket_conn
+from nvflare.fuel.f3.drivers.connector_info import Mode
 from nvflare.fuel.f3.drivers.driver_params import DriverParams
 from nvflare.fuel.f3.drivers.socket_conn import ConnectionHandler
 from nvflare.fuel.f3.drivers.tcp_driver import TcpStreamServer
@@ -67,6 +68,8 @@ _META_CHARACTERS = 2**18
 _UPLOADS = 4  # of one party at once
 _UPLOAD_BYTES = 2**29  # of a job, packed
 _FRAME_BYTES = 2**24  # of streams' parts, which FLARE makes 1 MiB long
+_WAITING = 2**12  # frames of one party that are not processed yet; a large one counts as several
+_BYTES_OF_WEIGHT = 2**18
 _NAME_BYTES = 2**12  # of an endpoint
 _CONNECTIONS = 128  # of one party: a site's processes, a person's commands
 _HANDSHAKES = 128  # unfinished ones of all who connect
@@ -139,7 +142,8 @@ def bound_handshakes() -> None:
     def made(server: TcpStreamServer, *words: Any) -> None:
         make(server, *words)
         if isinstance(server.socket, SSLSocket):
-            server.socket.do_handshake_on_connect = False  # when a connection is accepted
+            # When a connection is accepted.
+            server.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]
 
     def handled(handler: ConnectionHandler) -> None:
         connection = handler.request
@@ -201,6 +205,58 @@ def bound_connections() -> None:
     ConnManager.get_dict_payload = staticmethod(name_read)
     aio_http_driver.MAX_FRAME_SIZE = _FRAME_BYTES
     socket_conn.MAX_FRAME_SIZE = _FRAME_BYTES
+
+
+@cache
+def bound_waiting_frames() -> None:
+    """Have FLARE close a connection of a party of which too many frames wait, in this process: they
+    wait in one queue, with those of all parties, and some are answered by a line of the log.
+    """
+    add = ConnManager.process_frame
+    process = ConnManager.process_frame_task
+    waiting: Counter[str] = Counter()  # party -> weight of its frames
+    lock = threading.Lock()
+
+    def added(manager: ConnManager, connection: Any, frame: Any) -> None:
+        party = _connected_party(manager, connection)
+        if party is None:
+            add(manager, connection, frame)
+            return
+        with lock:
+            is_taken = waiting[party] < _WAITING
+            waiting[party] += is_taken * _weight(frame)
+        if is_taken:
+            add(manager, connection, frame)
+        elif not connection.conn.closing:
+            _LOG.warning(printable(f"refused: too many frames of {party} at once"))
+            connection.conn.close()
+
+    def processed(manager: ConnManager, connection: Any, frame: Any) -> None:
+        try:
+            process(manager, connection, frame)
+        finally:
+            party = _connected_party(manager, connection)
+            if party is not None:
+                with lock:
+                    waiting[party] -= _weight(frame)
+
+    ConnManager.process_frame = added
+    ConnManager.process_frame_task = processed
+
+
+def _weight(frame: Any) -> int:
+    return 1 + len(frame) // _BYTES_OF_WEIGHT
+
+
+def _connected_party(manager: ConnManager, connection: Any) -> str | None:
+    """The other party that has connected to this process; None if it is this party's own process,
+    or this process has connected to it, as a site to the server.
+    """
+    if connection.conn.connector.mode != Mode.PASSIVE:
+        return None
+    party = connection.conn.get_conn_properties().get(DriverParams.PEER_CN.value)
+    own = manager.identity_resolver.resolve(manager.local_endpoint.name)
+    return None if party == own else party
 
 
 class Handshakes:
