@@ -79,12 +79,12 @@ def read_message(path: Path) -> Message:
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise StateError(
             f"{path}: not a readable state file ({error}); "
-            "restore it from a backup or delete it to start again"
+            "restore it from a backup, or start a new run"
         ) from error
     if not intact:
         raise StateError(
             f"{path}: content does not match its checksum; "
-            "restore it from a backup or delete it to start again"
+            "restore it from a backup, or start a new run"
         )
     return message
 

@@ -1,4 +1,6 @@
-"""The components that medflare puts into a party's local/resources.json."""
+"""The components that medflare puts into a party's local/resources.json; `JobComponents` is in
+`job_policy`.
+"""
 
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent

@@ -36,7 +36,8 @@ def train_privately(
 
 
 def planned(site: Site, hyper: PrivacyHyper) -> Release:
-    """The release of one round: the steps of an epoch draw every patient once on average."""
+    """The release of one round: the steps of an epoch draw every patient at least once
+    on average."""
     patients = training_patients(site)
     rate = min(1.0, site.batch_size / patients)
     steps = site.task.local_epochs * math.ceil(patients / site.batch_size)

@@ -1,5 +1,5 @@
-"""FedSM's server algorithm: it averages the global model, pulls the personal models together (Eq.
-11), and solves or steps the selector.
+"""FedSM's server algorithm and schedule: it averages the global model, pulls the personal models
+together (Eq. 11), and solves or steps the selector.
 """
 
 from typing import Any, ClassVar, TypeVar

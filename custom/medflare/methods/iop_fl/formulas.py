@@ -1,5 +1,5 @@
 """The formulas of IOP-FL (Jiang et al., IEEE TMI 2023) as pure functions: local adapted models and
-the test-time losses.
+the test-time losses. Eq. 5 and 6 are in `routing`.
 
 Probabilities are (N, C, H, W) or (N, C, X, Y, Z) for segmentation and (N, C) for classification,
 over all classes, background included.
