@@ -106,6 +106,29 @@ def test_masks_are_needed_of_annotated_structures_only(
     assert "1 mask(s)" in check_site(folder, task).sites["A"].problems[0]
 
 
+def test_several_masks_need_annotated_in_the_order_of_the_task(
+    make_task: TaskOf, tmp_path: Path, edit: Any
+) -> None:
+    task = make_task(target="multilabel", labels=["stripe", "square", "dot"], size=[24, 24])
+    folder = write_site(tmp_path / "A", 0, annotated=["square", "stripe"])
+
+    def list_two_masks(content: Any) -> None:
+        for split in ("training", "validation", "test"):
+            for item in content[split]:
+                item["label"] = [
+                    item["label"].replace("mask", "square"),
+                    item["label"].replace("mask", "stripe"),
+                ]
+
+    for file in folder.glob("*_mask.png"):
+        for value, name in enumerate(("square", "stripe"), start=1):
+            mask = (np.asarray(Image.open(file)) == value).astype(np.uint8)
+            Image.fromarray(mask).save(folder / file.name.replace("mask", name))
+    edit(folder, list_two_masks)
+    with pytest.raises(DataError, match=r"masks of each image, in the order .*: stripe, square"):
+        open_site("A", task, data_root=folder)
+
+
 def test_structures_that_are_not_annotated_are_neither_learnt_nor_measured_nor_pooled(
     two: TaskConfig, tmp_path: Path
 ) -> None:

@@ -303,17 +303,24 @@ def annotation_of(
     names: Sequence[str] | None, task: TaskConfig, location: str
 ) -> "Annotation | None":
     """The structures of "annotated", by `plain_name`; None without it, DataError for one that the
-    task lacks, or if it classifies.
+    task lacks, if it classifies, or for another order where each structure has a mask.
     """
     from medflare.tasks.annotation import Annotation
 
     if names is None:
         return None
-    labels = {plain_name(label): label for label in task.labels}
+    label_of = {plain_name(label): label for label in task.labels}
+    labels = [label_of.get(plain_name(name), name) for name in names]
     try:
-        return Annotation(task, [labels.get(plain_name(name), name) for name in names])
+        annotation = Annotation(task, labels)
     except ConfigError as error:
         raise DataError(f"{location}: {error}") from error
+    if task.mask_per_label and tuple(labels) != annotation.names:
+        raise DataError(
+            f"{location}: annotated is {', '.join(labels)}; list it, and the masks of each image, "
+            f"in the order of task {task.name}: {', '.join(annotation.names)}"
+        )
+    return annotation
 
 
 def with_empty_masks(masks: np.ndarray, annotation: "Annotation") -> np.ndarray:
