@@ -16,10 +16,12 @@ from helpers.final_models import same_weights
 from helpers.rounds import read_rounds
 from helpers.small_tasks import tiny_grades
 from medflare.core.errors import StateError
+from medflare.federation.checkpoint import Checkpoint
 from medflare.federation.local.local_exchange import LocalExchange
 from medflare.federation.local.loop import resume_local
 from medflare.federation.memory import StoredAlgorithm
 from medflare.federation.outcome import StepReport
+from medflare.federation.schedule import Federation
 from medflare.federation.settings import ENROL
 from medflare.methods.base import Step
 from medflare.testing import Killed
@@ -87,6 +89,22 @@ def test_kill_9_loses_nothing(
     steps = [line["step"] for line in read_rounds(tmp_path)]
     assert steps == [line["step"] for line in read_rounds(folder)]
     assert [event["kind"] for event in results["events"]].count("resumed") == 1
+
+
+def test_the_time_of_a_run_has_the_steps_before_it_was_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    TestAbsentAtResume.leg(tmp_path, 1)
+    restore = Checkpoint.restore
+
+    def restored(checkpoint: Checkpoint, federation: Federation) -> int:
+        finished = restore(checkpoint, federation)
+        federation.outcome.history[0]["seconds"] += 1000
+        return finished
+
+    monkeypatch.setattr(Checkpoint, "restore", restored)
+    results = resume_local(tmp_path)
+    assert results["seconds"]["total"] >= results["seconds"]["training"] > 1000
 
 
 class TestAbsentAtResume:

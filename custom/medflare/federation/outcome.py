@@ -92,7 +92,7 @@ class Outcome:
         final_metadata: site -> metadata of its final evaluation ("metrics": model -> metric ->
             value).
         history: one `StepReport.line` per step.
-        seconds: stage -> wall-clock seconds.
+        seconds: stage -> wall-clock seconds; of a resumed run with those of its earlier steps.
         costs: site -> cost.
         model_selection: model -> {"round": of the final model, "rule": used, "candidates": see
             `ModelSelector.record`}.
@@ -113,3 +113,8 @@ class Outcome:
     rounds: int | None = None
     class_shares: list[float] | None = None
     cross_site: dict[str, dict[str, float | None]] = field(default_factory=dict)
+
+    @property
+    def seconds_of_steps(self) -> float:
+        """Wall-clock seconds of the steps in the history."""
+        return sum(line["seconds"] for line in self.history)

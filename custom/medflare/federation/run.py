@@ -112,6 +112,7 @@ class Run:
             finished = 0
             if resume:
                 finished = self._checkpoint.restore(federation)
+                started -= self.outcome.seconds_of_steps
                 if self.folder is not None:
                     write_rounds(self.folder, self.outcome.history)
             federation.run(finished)

@@ -104,7 +104,7 @@ class Federation:
                 then.
             Aborted: raised by the exchange when the engine is stopped.
         """
-        started = time.monotonic()
+        started = time.monotonic() - self.outcome.seconds_of_steps
 
         # 1. Enroll.
         enrolment = Enrolment(
