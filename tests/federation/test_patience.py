@@ -64,6 +64,11 @@ class TestEarlyStopping:
         for card in cards:
             assert json.loads(card.read_text())["rounds"] == 5
 
+    def test_the_last_step_is_said_to_be_after_the_last_round(self) -> None:
+        lines: list[str] = []
+        run(rounds=6, patience=2, say=lines.append)
+        assert lines[-1].startswith("after round 5 validate")
+
     def test_a_run_with_a_trained_selector_stops_too(self) -> None:
         """The selector's updates of a round follow from the planned rounds."""
         results = run("fedsm", patience=2, selector="compact_selector", gamma=0.5)

@@ -187,13 +187,14 @@ class Run:
         rounds_left = RoundsLeft(rounds)
 
         def after_step(report: StepReport) -> None:
-            line = report.text(rounds)
+            trained = context.rounds  # fewer after early stopping
+            line = report.text(trained)
             round = report.step.round
-            left = rounds_left.after(round)
+            left = rounds_left.after(round) if round < trained else ""
             self.say(f"{line} | {left}" if left else line)
             if self.folder is not None:
                 append_round(self.folder, report.line())
-            factor = self.task.schedule.rate_factor(round, rounds)
+            factor = self.task.schedule.rate_factor(round, trained)
             tracker.step(report, self.task.optimizer["lr"] * factor)
             self.observe(report)
 
