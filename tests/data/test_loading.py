@@ -153,6 +153,12 @@ def test_broken_data_name_the_file(make_site: SiteOf, make_task: TaskOf, edit: E
         load_site_data("C", make_task("classification"), folder)
 
 
+def test_pixels_of_a_structure_are_counted_beyond_float32(make_task: TaskOf) -> None:
+    task = make_task(target="multilabel")
+    targets = torch.ones(1, 1, 4097, 4097)
+    assert class_counts(targets, task).tolist() == [4097**2]
+
+
 def test_splits_and_class_counts(make_site: SiteOf, make_task: TaskOf) -> None:
     folder = make_site()
     data = load_site_data("A", make_task(), folder)

@@ -37,7 +37,7 @@ def class_counts(targets: Images, task: TaskConfig) -> Tensor:
     if not isinstance(targets, Tensor):
         return counts_by_image(targets, task).sum(dim=0)
     if task.target == "multilabel":
-        return targets.transpose(0, 1).flatten(1).sum(dim=1).to(torch.int64)
+        return targets.transpose(0, 1).flatten(1).count_nonzero(dim=1)
     return torch.bincount(targets.flatten(), minlength=len(task.classes))
 
 
