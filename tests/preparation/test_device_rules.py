@@ -2,6 +2,8 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from PIL import Image
 from helpers.downloaded_folders import classes, pairs, picture
 from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
+from medflare.core.text import format_seconds
 from medflare.networks.catalogue import initial_network
 from medflare.preparation import device_rules, proposing, round_time
 from medflare.preparation.dataset_import.datalists import import_folder
@@ -18,7 +21,8 @@ from medflare.preparation.dataset_import.options import ImportOptions
 from medflare.preparation.device_rules import local_epochs, turned_a_little
 from medflare.preparation.fingerprint import fingerprints
 from medflare.preparation.learning_rate import usual_rate
-from medflare.preparation.proposing import TaskHints, propose
+from medflare.preparation.planning import ProposedTask
+from medflare.preparation.proposing import TaskHints, _with_rate_and_epochs, propose
 from medflare.preparation.round_time import Stopwatch, round_seconds
 from medflare.preparation.step_cost import StepCost, measure_step, step_operations
 from medflare.tasks.config import TaskConfig, load_task
@@ -186,6 +190,22 @@ def test_a_round_is_the_steps_of_all_sites(tmp_path: Path) -> None:
     assert round_seconds(task, [site], 1.0) == pytest.approx(expected)
     with pytest.raises(ConfigError, match="smaller size"):
         Stopwatch([site], torch.device("cpu"), memory=1e-6, limit=60.0).measured(task)
+
+
+def test_the_time_of_a_round_has_its_validation_once() -> None:
+    """An epoch takes 10 s, the validation of a round 60 s."""
+    task = small_task(labels=["foreground"], batch_size=2)
+    stopwatch = SimpleNamespace(
+        sites=[SimpleNamespace(images=10)],
+        device=torch.device("cpu"),
+        limit=1000,
+        measured_seconds=lambda task: 10 * task.local_epochs + 60,
+        measured=lambda task: StepCost(seconds=1.0, gibibytes=0.1),
+    )
+    proposed = ProposedTask(task.to_dict(), ())
+    timed = _with_rate_and_epochs(proposed, TaskHints(), cast(Stopwatch, stopwatch))
+    assert timed.settings["local_epochs"] == 5
+    assert f"about {format_seconds(110)} here" in timed.time
 
 
 def test_the_proposal_says_how_long_a_round_takes(tmp_path: Path) -> None:

@@ -682,7 +682,7 @@ def _with_rate_and_epochs(
         first = format_seconds(seconds)
         time = f"time: the first round of FedAvg takes about {first} here ({device}), others less"
     else:
-        seconds *= epochs.value
+        seconds = stopwatch.measured_seconds(dataclasses.replace(task, local_epochs=epochs.value))
         time = (
             f"time: a round of FedAvg takes about {format_seconds(seconds)} here ({device}), "
             f"{TIMED_ROUNDS} rounds about {format_seconds(TIMED_ROUNDS * seconds)}"
