@@ -107,6 +107,12 @@ def test_the_time_of_a_run_has_the_steps_before_it_was_resumed(
     assert results["seconds"]["total"] >= results["seconds"]["training"] > 1000
 
 
+def test_what_a_site_says_of_its_data_is_an_event_once(tmp_path: Path) -> None:
+    TestAbsentAtResume.leg(tmp_path, 1)
+    kinds = [event["kind"] for event in resume_local(tmp_path)["events"]]
+    assert kinds.count("rare_class") == 1
+
+
 class TestAbsentAtResume:
     """One of three sites is absent when the run is resumed, which is interrupted again."""
 

@@ -177,7 +177,9 @@ class Enrolment:
         difference = package_difference(reply.get(VERSIONS) or {}, self._versions)
         if difference:
             self.context.events.add("warning", difference, site, round)
-        self.context.events.extend(meta.pop(EVENTS.name, []), site=site)
+        noticed = meta.pop(EVENTS.name, [])
+        if site not in self.returning:  # else the restored events have them
+            self.context.events.extend(noticed, site=site)
         meta[ROLE.name] = self._role(site)
         self.enrolled[site] = meta
         self.context.site_counts[site] = meta
