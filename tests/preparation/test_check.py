@@ -339,6 +339,12 @@ def test_unsuitable_intensity_transforms(
     ) == bool(problem)
 
 
+def test_stored_sizes_of_volumes_are_those_before_resampling(tmp_path: Path) -> None:
+    folder = make_volumes(tmp_path / "A")
+    check = check_site(folder, cube_task(spacing=[1, 1, 1])).sites["A"]
+    assert check.sizes == {"12 x 14 x 10": 4, "12 x 14 x 11": 3}
+
+
 def test_values_0_and_255_are_not_clipped() -> None:
     image = 255 * (np.arange(144).reshape(1, 12, 12) % 4 > 0).astype(np.float32)
     assert not intensity_problem(image, image / 255) and not intensity_problem(0 * image, image)

@@ -37,7 +37,7 @@ from medflare.data.decoding import Source, target_of
 from medflare.data.loading import SiteData, load_site_data, open_source, renumbered_items
 from medflare.data.local import LocalSettings
 from medflare.data.progress import with_progress
-from medflare.data.reading import read_stored
+from medflare.data.reading import Image, read_stored
 from medflare.data.targets import encode_label
 from medflare.data.transforms import Augmentation, Preprocessing, middle_slice
 from medflare.networks.catalogue import initial_network
@@ -433,7 +433,7 @@ def _read_images(
         if read.grid is not None and read.grid.spacing is None:
             unscaled.append(entry.name)
         image = read.array
-        report.sizes[format_shape(image.shape[1:])] += 1
+        report.sizes[format_shape(_stored_sides(read, task))] += 1
         few = _thinned(image)
         mean = few.mean(dtype=np.float64)
         mean_square = np.square(few, dtype=np.float64).mean()
@@ -469,6 +469,13 @@ def _read_images(
         )
     if moments:
         report.intensity = _overall_intensity(moments)
+
+
+def _stored_sides(image: Image, task: TaskConfig) -> Sequence[int]:
+    """The sides of an image before it is resampled to the task's spacing."""
+    if task.spatial_dims == 3 and image.stored_grid is not None:
+        return image.stored_grid.turned(task.orientation).shape
+    return image.array.shape[1:]
 
 
 def _lines_of_filled(filled: Mapping[str, Sequence[str]], masks: int) -> list[str]:
