@@ -25,6 +25,7 @@ from medflare.methods.prr.server import PRRServer
 from medflare.methods.prr.site import PRRSite
 from medflare.methods.prr.transfer import SitePrototypes, Supervision
 from medflare.networks.catalogue import feature_width
+from medflare.tasks.annotation import Annotation
 from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
@@ -154,6 +155,23 @@ def test_the_prototype_of_a_class_is_of_the_sites_that_have_it() -> None:
         3, 8, generator=torch_generator(server.context.seed, "server", 1, "prototypes")
     )
     torch.testing.assert_close(server.prototypes["prototypes"][2], mean + spread * noise[2])
+
+
+@pytest.mark.parametrize(
+    ("task", "present"),
+    [(MULTILABEL, [True, True, False, False]), (MULTICLASS, [False, True, False])],
+)
+def test_prototypes_of_what_a_site_did_not_annotate_are_not_sent(
+    task: TaskConfig, present: list[bool]
+) -> None:
+    """The background of exclusive classes holds the structures that it did not annotate."""
+    algorithms = squares.algorithms(PRRSite, task)
+    part = algorithms["A"].site
+    part.annotation = Annotation(task, ["square"])
+    request = server_of(algorithms).configure(Step("train", 0), "A")
+    sent = algorithms["A"].perform("train", 0, request).states["prototypes"]
+    assert sent["present"].tolist() == present
+    assert sent["prototypes"].any(dim=1).tolist() == present
 
 
 # ---- delivery -----------------------------------------------------------------------------------------------------------------

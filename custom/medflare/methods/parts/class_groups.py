@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from medflare.core.states import StateDict
 from medflare.data.class_counts import counts_by_image
+from medflare.tasks.annotation import Annotation
 from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
 from medflare.training.batches import sampling_weights
@@ -109,6 +110,16 @@ class PatientsOfClasses:
             rows = [rows[images] for (rows, _), images in zip(self._shown, by_batch, strict=True)]
             counts.append(len({self._patients[row] for row in torch.cat(rows).tolist()}))
         return torch.tensor([0 < count < minimum for count in counts], dtype=torch.bool)
+
+
+def rows_not_annotated(annotation: Annotation) -> Tensor:
+    """(G C,) whether a site did not annotate the class; of exclusive classes also the background,
+    which holds the others.
+    """
+    task = annotation.task
+    missing = [name not in annotation.names for name in task.classes]
+    rows = torch.tensor(missing) & (not annotation.complete)
+    return rows.repeat_interleave(2) if task.target == "multilabel" else rows
 
 
 def without_rows(state: StateDict, hidden: Tensor) -> StateDict:

@@ -35,7 +35,7 @@ from medflare.methods import (
     table,
     trained_model,
 )
-from medflare.methods.parts.class_groups import without_rows
+from medflare.methods.parts.class_groups import rows_not_annotated, without_rows
 from medflare.methods.prr.formulas import better_model
 from medflare.methods.prr.fourier import without_rule
 from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
@@ -198,10 +198,11 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         entries = {DEPUTY: self.part.shared(trained), STAGES: result.stages}
         reply = self.reply(entries, loss=result.loss, validation=validation)
         if self.hyper.refines:
-            reply[PROTOTYPES] = result.prototypes
+            hidden = rows_not_annotated(self.site.annotation)
             if result.few is not None:
                 self.few = {"few": result.few}
-                reply[PROTOTYPES] = without_rows(result.prototypes, result.few)
+                hidden |= result.few
+            reply[PROTOTYPES] = without_rows(result.prototypes, hidden)
             self._add_gammas(reply, result)
         if self.hyper.retrogress:
             reply[TRAINED] = self._metrics_of_both(personal, deputy)
