@@ -170,6 +170,23 @@ def test_hints_are_used(tmp_path: Path) -> None:
     ).network == {"name": "SegResNet"}
 
 
+@pytest.mark.parametrize("given", [(), ("cat", "dog")])
+def test_classes_that_are_numbered_from_1_have_no_class_0(
+    given: tuple[str, ...], tmp_path: Path
+) -> None:
+    import_folder(classes(tmp_path), ImportOptions())
+    file = tmp_path / "datalist.json"
+    content = json.loads(file.read_text())
+    content["labels"] = {"1": "cat", "2": "dog"}
+    for split in ("training", "validation", "test"):
+        for item in content[split]:
+            item["label"] += 1
+    file.write_text(json.dumps(content))
+    settings = summarise(tmp_path, TaskHints(labels=given)).settings
+    assert settings["labels"] == ["cat", "dog"]
+    assert settings["label_values"] == {"cat": [1], "dog": [2]}
+
+
 def test_one_class_may_be_renamed(tmp_path: Path) -> None:
     task, _ = proposed(classes(tmp_path / "a"), labels=("cat", "hound"))
     assert task.label_values == {"cat": [0], "hound": [1]}

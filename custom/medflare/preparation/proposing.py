@@ -279,6 +279,7 @@ def _classes(
 ) -> list[Choice]:
     """Target and labels by the names of the datalist, otherwise by the class numbers."""
     several = isinstance(label, list)
+    numbers: list[int] = []
     if several:
         count = len(label)
         target = Choice("target", "multilabel", "any of several findings")
@@ -287,21 +288,29 @@ def _classes(
         count = 1 + max(numbers, default=0)
         target = Choice("target", "multiclass", "one class an image")
     name_of: dict[int, str] = {}
-    for name, numbers in names.items():
-        name_of |= dict.fromkeys(numbers, name)
+    for name, of_name in names.items():
+        name_of |= dict.fromkeys(of_name, name)
+    numbered = list(range(max(count, len(name_of))))
+    are_named = not several and {*numbers} <= name_of.keys()
+    has_gaps = are_named and sorted(name_of) != list(range(len(name_of)))
+    if has_gaps:  # for example without a class 0
+        numbered = sorted(name_of)
+        count = len(numbered)
     labels = list(hints.labels)
     reason = "as given"
     if not labels:
-        numbered = range(max(count, len(name_of)))
         labels = [name_of.get(number, f"class_{number}") for number in numbered]
         reason = "names from the datalist" if names else "the datalist has no names"
-    if len(labels) < count or several:
+    if len(labels) < count or several or has_gaps:
         _check_number_of_labels(hints, count, "classes")
     choices = [target, Choice("labels", labels, reason)]
-    renamed = any(name_of.get(number, name) != name for number, name in enumerate(labels))
-    if renamed and not several:
-        values = {name: [number] for number, name in enumerate(labels)}
-        choices.append(Choice("label_values", values, "renamed: numbers of the datalist"))
+    if not has_gaps:
+        numbered = list(range(len(labels)))
+    number_of = dict(zip(labels, numbered, strict=True))
+    renamed = any(name_of.get(number, name) != name for name, number in number_of.items())
+    if (renamed or has_gaps) and not several:
+        values = {name: [number] for name, number in number_of.items()}
+        choices.append(Choice("label_values", values, "numbers of the datalist"))
     return choices
 
 
