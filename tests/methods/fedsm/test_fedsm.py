@@ -107,6 +107,21 @@ def test_the_personal_model_of_an_absent_site_is_kept() -> None:
     assert set(log[1].replies) == {"A", "C"}
 
 
+def test_the_personal_model_of_a_site_that_has_not_trained_is_the_global_one() -> None:
+    """The initial weights would answer images of this site as noise."""
+    log, server, _ = federation(
+        rounds=3,
+        selection="last",
+        absent=lambda step, name: (
+            name == "C" or (name == "B" and step.phase == "train" and step.round < 2)
+        ),
+    )
+    late = log[2].outgoing["B"].states
+    assert equal(late["personal"], late["model"])
+    final = server.configure_final("C").states
+    assert equal(final["personal/C"], final["model"])
+
+
 def test_every_option_changes_what_is_delivered() -> None:
     actual = []
     for settings in (

@@ -62,7 +62,7 @@ V = TypeVar("V", bound=PersonalServerHyper)
 class SuperModelServer(FedAvgServer[V]):
     """FedAvg's global model, the personal models, and the super model of them and a selector.
 
-    Personal models start as the initial global one.
+    A personal model starts as the global one of the site's first round.
 
     Attributes:
         selector: its weights; `first` and `second` are its Adam moments.
@@ -82,9 +82,7 @@ class SuperModelServer(FedAvgServer[V]):
         self.personalization = plan.site_hyper.personalization
         self.best_personal: dict[str, Best] = {}
         for site in context.sites:
-            entry = PERSONALS.member(site)
-            self.memory[entry] = copy_state(self.model)
-            self.best_personal[site] = Best(self.memory, entry.name)
+            self.best_personal[site] = Best(self.memory, PERSONALS.member(site).name)
         self.memory[META_MODEL] = copy_state(self.model)
         lam = self.hyper.lam
         count = len(context.sites)
@@ -102,8 +100,8 @@ class SuperModelServer(FedAvgServer[V]):
             self.second = dict(self.first)
 
     def personal(self, site: str) -> StateDict:
-        """The personal model of a site."""
-        return self.memory[PERSONALS.member(site)]
+        """The personal model of a site; the global one until it has trained."""
+        return self.memory.get(PERSONALS.member(site)) or self.model
 
     def request_of_model(self, step: Step, site: str) -> Message:
         """The global and the site's personal model; for Per-FedAvg and pFedMe also the shared model
