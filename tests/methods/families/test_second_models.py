@@ -360,6 +360,25 @@ def test_the_balance_is_that_of_the_images_as_sampling_draws_them() -> None:
     assert totals_of_site(pixels).tolist() == [pixels.class_counts().tolist()]
 
 
+@pytest.mark.parametrize(
+    ("weights", "target"), [([1.0, 3.0, 2.0], {}), ([3.0], {"target": "binary"})], ids=str
+)
+def test_class_weights_of_the_loss_do_not_balance_a_second_time(
+    weights: list[float], target: dict[str, Any]
+) -> None:
+    """Without features, the balanced generic head prefers no class."""
+    labels = {"labels": ["bright"]} if target else {}
+    task = squares.task(
+        "classification", loss={"name": "ce", "weights": weights}, **target, **labels
+    )
+    algorithm = squares.algorithm(FedRoDSite, task=task, counts=(15, 4, 5), missing=2)
+    targets = algorithm.site.data.train.targets
+    logits = torch.zeros(len(targets), task.outputs, requires_grad=True)
+    algorithm.site.loss(logits + algorithm._shift(), targets).backward()
+    assert logits.grad is not None
+    assert logits.grad.sum(dim=0).abs().max() < 1e-6
+
+
 def test_fedrod_steps_by_hand() -> None:
     """Generic and personal head after a step of one site with unequal classes."""
     task = squares.task("classification", optimizer=SGD, batch_size=12)

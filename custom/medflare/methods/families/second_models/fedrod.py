@@ -4,8 +4,9 @@
     personal head φ:          L(ψ(z) + φ(z), y), no gradient to θ and ψ; stays at the site
 
 n are the site's class counts (Ren et al. 2020, Eq. 3). A label's sigmoid is the softmax of (0, z),
-so its logit moves by log of positives over negatives. In segmentation the generic head has the
-task's loss: every image has all classes (as in GRACE's comparison). φ starts at 0.
+so its logit moves by log of positives over negatives. A class weight of the task's loss counts as
+so many more images, since it balances classes, too. In segmentation the generic head has the task's
+loss: every image has all classes (as in GRACE's comparison). φ starts at 0.
 
 The personal model is θ, ψ and φ after the site's training. As heads are linear, it is the task's
 network with the head ψ + φ.
@@ -106,7 +107,7 @@ class FedRoDSite(SecondModelSite[FedAvgSiteHyper]):
             counts = counts.expand(task.outputs, 2)
             targets = targets[:, None].expand(2, task.outputs)
             targets = targets.float() if task.target == "multilabel" else targets[:, 0]
-        shift = balance(counts.reshape(-1, classes), task.target == "multiclass")
+        shift = self._balance(counts.reshape(-1, classes))
         logits = shift.repeat(classes, 1).requires_grad_()
         (slope,) = torch.autograd.grad(self.site.annotation.loss()(logits, targets), logits)
         weights = slope.abs().sum(dim=1)
@@ -116,5 +117,18 @@ class FedRoDSite(SecondModelSite[FedAvgSiteHyper]):
         task = self.site.task
         if task.kind == "segmentation":
             return 0.0
-        counts = totals_of_site(self.site)
-        return balance(counts, task.target == "multiclass").to(self.site.device)
+        return self._balance(totals_of_site(self.site)).to(self.site.device)
+
+    def _balance(self, counts: Tensor) -> Tensor:
+        """`balance` of the counts times the class weights of the task's loss."""
+        task = self.site.task
+        multiclass = task.target == "multiclass"
+        # Focal factors of a label are of its negatives, too.
+        weighted = ("ce", "focal") if multiclass else ("ce",)
+        weights = task.loss.get("weights") if task.loss["name"] in weighted else None
+        if weights:
+            factors = torch.tensor(weights)
+            if not multiclass:
+                factors = torch.stack([torch.ones_like(factors), factors], dim=1)
+            counts = counts * factors
+        return balance(counts, multiclass)
