@@ -400,6 +400,25 @@ def test_class_totals_of_multilabel_tasks_include_negatives() -> None:
     assert torch.stack(by_site).sum(dim=0).tolist() == [[9, 9, 6]]
 
 
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ("shuffle", [24, 12, 0]),
+        ("balanced", [18, 18, 0]),
+        ({"name": "weighted", "weights": [3, 1, 1]}, [27, 9, 0]),
+    ],
+    ids=str,
+)
+def test_class_totals_are_of_the_images_as_sampling_draws_them(
+    sampling: Any, expected: list[int]
+) -> None:
+    """Balanced draws need no balance by the loss."""
+    task = squares.task("classification", sampling=sampling)
+    members = squares.algorithms(PRRSite, task, missing=2)
+    server = squares.server(PRRServer, task, algorithms=members)
+    assert server.class_totals.tolist() == [expected]
+
+
 def supervision(
     data: Site, kind: str, global_: Tensor | None = None, totals: Tensor | None = None
 ) -> Supervision:

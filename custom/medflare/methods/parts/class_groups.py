@@ -73,6 +73,22 @@ def class_totals(task: TaskConfig, enrolled: Mapping[str, Any]) -> Tensor:
     return counts.reshape(shape)
 
 
+def drawn_totals(task: TaskConfig, enrolled: Mapping[str, Any]) -> Tensor:
+    """`class_totals` of an epoch's images as the task's sampling draws them, float64.
+
+    They are those of all images where the draws do not follow from the counts: in segmentation, and
+    with several labels of an image.
+    """
+    totals = class_totals(task, enrolled).double()
+    alone = task.kind == "classification" and task.target != "multilabel"
+    if task.sampling.name == "shuffle" or not alone:
+        return totals
+    drawn = (totals > 0).double()
+    if task.sampling.weights:
+        drawn *= torch.tensor(task.sampling.weights, dtype=torch.float64)
+    return totals.sum() * drawn / drawn.sum().clamp(min=1e-12)
+
+
 def totals_of_site(site: Site) -> Tensor:
     """`class_totals` at the site itself, of an epoch's images as the task's sampling draws them."""
     train = site.data.train

@@ -24,7 +24,7 @@ from medflare.methods import (
     trained_model,
 )
 from medflare.methods.aggregation import Models, plain_mean
-from medflare.methods.parts.class_groups import class_totals, groups_and_classes
+from medflare.methods.parts.class_groups import class_totals, drawn_totals, groups_and_classes
 from medflare.methods.prr.formulas import global_prototypes, most_representative
 from medflare.methods.prr.fourier import (
     Treatment,
@@ -127,15 +127,15 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
 
     @property
     def class_totals(self) -> Tensor:
-        """(G, C) training images or pixels of each class over the enrolled inside sites, limited by
-        `ServerContext.counted_fraction`.
+        """(G, C) training images or pixels of each class, as sampling draws them, over the enrolled
+        inside sites, limited by `ServerContext.counted_fraction`.
         """
         context = self.context
         totals = torch.zeros(groups_and_classes(context.task), dtype=torch.float64)
         for site in context.sites:
             if site in context.site_counts:
-                of_site = class_totals(context.task, context.site_counts[site])
-                totals += of_site.double() * context.counted_fraction.get(site, 1.0)
+                of_site = drawn_totals(context.task, context.site_counts[site])
+                totals += of_site * context.counted_fraction.get(site, 1.0)
         return totals.round().long()
 
     @asks(PRRSite.train, PRRSite.validate, PRRSite.share_normalisation, PRRSite.share_personal)
