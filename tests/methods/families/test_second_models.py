@@ -147,6 +147,22 @@ def test_apfl_moves_v_w_and_alpha_as_printed(adaptive: bool) -> None:
     squares.assert_close(algorithm.personal, expected)
 
 
+def test_alpha_does_not_decay() -> None:
+    """At the first step v is w, so that the gradient of α is 0; moments are continued."""
+    decaying = {"name": "adam", "lr": 0.01, "weight_decay": 0.1}
+    task = squares.task(optimizer=decaying, batch_size=12)
+    algorithm = squares.algorithm(APFLSite, task=task, alpha=0.3)
+    algorithm.perform("train", 0, Message({"model": squares.start(task)}))
+    assert algorithm.memory.meta["alpha"] == pytest.approx(0.3, abs=1e-6)
+    moments = algorithm.memory.states["optimizer/personal"]
+    algorithm.perform("train", 1, Message({"model": squares.start(task)}))
+    after = algorithm.memory.states["optimizer/personal"]
+    assert {name: tensor.shape for name, tensor in after.items()} == {
+        name: tensor.shape for name, tensor in moments.items()
+    }
+    assert after["0.step"] == 2
+
+
 def test_apfl_limits_alpha() -> None:
     """A huge step ends at a limit, which depends on the side of w on which v is."""
     task = one_batch(optimizer={"name": "sgd", "lr": 1e6})

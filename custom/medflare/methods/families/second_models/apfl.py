@@ -5,10 +5,12 @@
     α <- α - η <v - w, ∇f(v̄; ξ)>, limited to [0, 1]      (Sec. 4, adaptive α)
 
 w is the site's copy of the global model, which is FedAvg's. v and α stay at the site. Steps are
-those of the task's optimizer; α is one more parameter beside v, its gradient as printed.
+those of the task's optimizer; α is one more parameter beside v, its gradient as printed, so without
+weight decay.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ from medflare.methods import (
 )
 from medflare.methods.families.second_models.site import SecondModelSite
 
+T = TypeVar("T")
 _ALPHA = "alpha"  # in the memory
 
 
@@ -119,6 +122,21 @@ class APFLSite(SecondModelSite[APFLHyper]):
     """
 
     local = PersistentState("local")  # v
+    _alpha: nn.Parameter  # of the round, set by `fit`
+
+    def optimized(self, model: nn.Module, purpose: str, train: Callable[[Optimizer], T]) -> T:
+        """FedAvg's; α is in a group without weight decay."""
+
+        def without_decay(optimizer: Optimizer) -> T:
+            (group,) = optimizer.param_groups
+            weights = group["params"]
+            if purpose == "personal" and weights[0] is self._alpha and group.get("weight_decay"):
+                group["params"] = weights[1:]
+                alone = {**group, "params": weights[:1], "weight_decay": 0.0}
+                optimizer.param_groups.insert(0, alone)  # the order of the moments stays
+            return train(optimizer)
+
+        return super().optimized(model, purpose, without_decay)
 
     def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
         local = self.network("personal", self.local or model.state_dict())
@@ -135,6 +153,7 @@ class APFLSite(SecondModelSite[APFLHyper]):
             mixed = self.site.loss(mixed_logits(local, anchor, alpha, images), targets)
             return [mixed, self.site.loss(model(images), targets)]
 
+        self._alpha = alpha
         loss = self.fit_both(both, optimizer, round, losses)
         learned = float(alpha.data.clamp_(0, 1))
         self.memory.meta[_ALPHA] = learned
