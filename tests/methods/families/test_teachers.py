@@ -3,15 +3,18 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 from helpers.fixture_types import Edit, SiteOf, TaskOf
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.message import Message
+from medflare.core.states import copy_state
 from medflare.data.loading import uncounted
 from medflare.federation.local.loop import run_local
 from medflare.methods.aggregation import SiteModel
@@ -177,6 +180,21 @@ class TestMeanTeacher:
         assert squares.equal(alone, played("fedavg", task, sites=("A", "B")).model)
         labelled = played("mean_teacher", task).model
         assert squares.equal(labelled, played("fedavg", task).model)
+
+    def test_the_teacher_follows_steps_not_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        followed = []
+        follow = AveragedModel.update_parameters
+
+        def noted(teacher: AveragedModel, student: torch.nn.Module) -> None:
+            followed.append(copy_state(student.state_dict()))
+            follow(teacher, student)
+
+        monkeypatch.setattr(AveragedModel, "update_parameters", noted)
+        task = squares.task(batch_size=3, accumulate=2)
+        played("mean_teacher", task, NONE)
+        # A copy, then both steps of each of two rounds.
+        assert len(followed) == 6
+        assert not any(squares.equal(*pair) for pair in pairwise(followed[:3]))
 
     def test_noise_and_lag_teach(self) -> None:
         """Without noise the student equals its teacher, so no step has a gradient."""

@@ -96,6 +96,12 @@ class MeanTeacherSite(TeacherSite[MeanTeacherHyper]):
             return None
         teacher = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.hyper.decay))
         teacher.eval()
+
+        def follow(*_: object) -> None:
+            teacher.update_parameters(model)
+
+        follow()  # the first one copies
+        optimizer.register_step_post_hook(follow)
         random = torch_generator(self.site.seed, self.site.name, round, "noise")
 
         def predicted(network: nn.Module, images: Tensor) -> Tensor:
@@ -103,7 +109,6 @@ class MeanTeacherSite(TeacherSite[MeanTeacherHyper]):
             return self.site.task.probabilities(network(images + self.hyper.noise * noise))
 
         def loss(network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
-            teacher.update_parameters(network)  # after the step of the batch before
             with torch.no_grad(), batch_statistics(teacher):
                 taught = predicted(teacher, images)
             return weight * nn.functional.mse_loss(predicted(network, images), taught)
