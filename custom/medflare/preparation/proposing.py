@@ -290,23 +290,23 @@ def _classes(
     name_of: dict[int, str] = {}
     for name, of_name in names.items():
         name_of |= dict.fromkeys(of_name, name)
-    numbered = list(range(max(count, len(name_of))))
-    are_named = not several and {*numbers} <= name_of.keys()
-    has_gaps = are_named and sorted(name_of) != list(range(len(name_of)))
+    of_classes = list(range(max(count, len(name_of))))
+    all_named = not several and {*numbers} <= name_of.keys()
+    has_gaps = all_named and sorted(name_of) != of_classes
     if has_gaps:  # for example without a class 0
-        numbered = sorted(name_of)
-        count = len(numbered)
+        of_classes = sorted(name_of)
+        count = len(of_classes)
     labels = list(hints.labels)
     reason = "as given"
     if not labels:
-        labels = [name_of.get(number, f"class_{number}") for number in numbered]
+        labels = [name_of.get(number, f"class_{number}") for number in of_classes]
         reason = "names from the datalist" if names else "the datalist has no names"
     if len(labels) < count or several or has_gaps:
         _check_number_of_labels(hints, count, "classes")
     choices = [target, Choice("labels", labels, reason)]
-    if not has_gaps:
-        numbered = list(range(len(labels)))
-    number_of = dict(zip(labels, numbered, strict=True))
+    if not has_gaps:  # --labels may also name classes without images
+        of_classes = list(range(len(labels)))
+    number_of = dict(zip(labels, of_classes, strict=True))
     renamed = any(name_of.get(number, name) != name for name, number in number_of.items())
     if (renamed or has_gaps) and not several:
         values = {name: [number] for name, number in number_of.items()}
