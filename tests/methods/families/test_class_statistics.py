@@ -129,7 +129,7 @@ def test_a_head_that_is_not_linear_with_bias_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["fedproto", "fed_gaussian"])
 def test_patches_of_several_labels_are_refused_as_negatives_are_not_counted(name: str) -> None:
     task = squares.task(target="multilabel", labels=["square", "corner"], image_mode="patch")
-    with pytest.raises(ConfigError, match="does not count the pixels without a label"):
+    with pytest.raises(ConfigError, match="pixels without a label are not counted"):
         get_method(name).check({}, task)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from medflare.core.errors import ConfigError
 from medflare.core.states import StateDict
 from medflare.data.class_counts import counts_by_image
 from medflare.tasks.annotation import Annotation
@@ -48,6 +49,17 @@ def at_positions(targets: Tensor, features: Tensor) -> Tensor:
         return targets
     maps = targets.reshape(len(targets), -1, *targets.shape[-len(size) :]).float()
     return functional.interpolate(maps, size, mode="nearest")
+
+
+def check_counted(task: TaskConfig, remedy: str = "") -> None:
+    """Raise ConfigError for a task of which not all classes can be counted: patches of several
+    labels, in which the pixels without a label are unknown; `remedy`: another one, with "or".
+    """
+    if task.target == "multilabel" and task.image_mode == "patch":
+        raise ConfigError(
+            f"task {task.name}: pixels without a label are not counted in patches; "
+            f"set {remedy}image_mode 'resize'"
+        )
 
 
 def class_totals(task: TaskConfig, enrolled: Mapping[str, Any]) -> Tensor:

@@ -35,7 +35,7 @@ from medflare.methods import (
     table,
     trained_model,
 )
-from medflare.methods.parts.class_groups import rows_not_annotated, without_rows
+from medflare.methods.parts.class_groups import check_counted, rows_not_annotated, without_rows
 from medflare.methods.prr.formulas import better_model
 from medflare.methods.prr.fourier import without_rule
 from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
@@ -151,12 +151,8 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
                     f"prr: layer {layer} of network {task.network['name']} has no rule in Fourier "
                     "aggregation; set pfa=false"
                 )
-        needs_totals = hyper.supervision in ("both", "global", "fedeamc")
-        if needs_totals and task.image_mode == "patch" and task.target == "multilabel":
-            raise ConfigError(
-                "prr: negatives of a multilabel task cannot be counted with image_mode 'patch'; "
-                "set cpa=local, or image_mode 'resize'"
-            )
+        if hyper.supervision in ("both", "global", "fedeamc"):
+            check_counted(task, "cpa=local, or ")
 
     def validate_request(self, incoming: Message) -> str | None:
         """Why class totals are not of the task's classes, or None."""

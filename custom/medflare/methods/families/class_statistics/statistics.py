@@ -27,7 +27,12 @@ from medflare.methods import (
     TensorSpec,
 )
 from medflare.methods.families.local_terms.features import class_indices
-from medflare.methods.parts.class_groups import PatientsOfClasses, class_totals, groups_and_classes
+from medflare.methods.parts.class_groups import (
+    PatientsOfClasses,
+    check_counted,
+    class_totals,
+    groups_and_classes,
+)
 from medflare.methods.parts.heads import meta_head
 from medflare.networks.catalogue import feature_width
 
@@ -83,13 +88,9 @@ class ClassMeansSite(LinearHeadSite):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: Any, server_hyper: Any) -> None:
-        """Also raises ConfigError if a class cannot be counted: patches of several labels."""
+        """Also raises ConfigError if not all classes can be counted."""
         super().check(task, hyper, server_hyper)
-        if task.target == "multilabel" and task.image_mode == "patch":
-            raise ConfigError(
-                f"task {task.name} does not count the pixels without a label in patches; "
-                "set image_mode 'resize'"
-            )
+        check_counted(task)
 
 
 def head_of(state: StateDict) -> tuple[Tensor, Tensor]:

@@ -10,15 +10,8 @@ from typing import Any
 
 import torch
 
-from medflare.methods import (
-    ConfigError,
-    FeatureNetwork,
-    FedAvgSite,
-    FedAvgSiteHyper,
-    Loss,
-    TaskConfig,
-)
-from medflare.methods.parts.class_groups import groups_and_classes
+from medflare.methods import FeatureNetwork, FedAvgSite, FedAvgSiteHyper, Loss, TaskConfig
+from medflare.methods.parts.class_groups import check_counted, groups_and_classes
 from medflare.methods.prr.hyper import PRRSiteHyper
 from medflare.methods.prr.transfer import Supervision
 
@@ -32,13 +25,9 @@ class FedeAMCSite(FedAvgSite[FedAvgSiteHyper]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: FedAvgSiteHyper, server_hyper: Any) -> None:
-        """Also raises ConfigError if a class cannot be counted: patches of several labels."""
+        """Also raises ConfigError if not all classes can be counted."""
         super().check(task, hyper, server_hyper)
-        if task.target == "multilabel" and task.image_mode == "patch":
-            raise ConfigError(
-                f"fedeamc: task {task.name} does not count the pixels without a label in patches; "
-                "set image_mode 'resize'"
-            )
+        check_counted(task)
 
     def round_loss(self, model: FeatureNetwork, round: int) -> Loss:
         """The re-weighted loss."""
