@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import ssl
+import struct
 import threading
 import uuid
 from asyncio.sslproto import SSLProtocol
@@ -822,6 +823,7 @@ def patched_handshakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.S
         (TcpStreamServer, "__init__"),
         (SSLProtocol, "connection_made"),
         (SSLProtocol, "_on_handshake_complete"),
+        (SSLProtocol, "connection_lost"),
         (asyncio.constants, "SSL_HANDSHAKE_TIMEOUT"),
     ):
         monkeypatch.setattr(changed, name, getattr(changed, name))
@@ -888,6 +890,16 @@ def test_silent_connections_use_up_no_files(patched_handshakes: ssl.SSLContext) 
         assert silent[0].recv(5) == b""
     for connection in silent:
         connection.close()
+    slow = socket.create_connection(address, 5)
+    for _ in range(4):  # one after the other, reset
+        gone = socket.create_connection(address, 5)
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.close()
+        assert hears(address)
+    slow.settimeout(0.2)
+    with pytest.raises(TimeoutError):  # it may still finish its handshake
+        slow.recv(5)
+    slow.close()
     loop.call_soon_threadsafe(loop.stop)
 
 

@@ -137,6 +137,7 @@ def bound_handshakes() -> None:
     handle = ConnectionHandler.handle
     connect = SSLProtocol.connection_made
     complete = SSLProtocol._on_handshake_complete
+    lose = SSLProtocol.connection_lost
     of_threads, of_loop = Handshakes(), Handshakes()
 
     def made(server: TcpStreamServer, *words: Any) -> None:
@@ -168,10 +169,15 @@ def bound_handshakes() -> None:
         of_loop.end(protocol)
         complete(protocol, error)
 
+    def lost(protocol: Any, error: Any) -> None:
+        of_loop.end(protocol)
+        lose(protocol, error)
+
     TcpStreamServer.__init__ = made
     ConnectionHandler.handle = handled
     SSLProtocol.connection_made = connected  # type: ignore[assignment,method-assign]
     SSLProtocol._on_handshake_complete = completed  # type: ignore[assignment,method-assign]
+    SSLProtocol.connection_lost = lost  # type: ignore[assignment,method-assign]
     asyncio.constants.SSL_HANDSHAKE_TIMEOUT = _HANDSHAKE_TIMEOUT
 
 
@@ -445,7 +451,7 @@ def bound_metadata() -> None:
 def _check_metadata(meta: JsonDict) -> None:
     """Raise ValueError for large metadata of a job, or for an id that is no job's."""
     job = meta.get(JobMetaKey.JOB_ID.value)
-    if job and not JOB_ID.fullmatch(job):
+    if job and not JOB_ID.fullmatch(str(job)):
         raise ValueError("job_id is not as FLARE makes it; leave it out")
     printable_json(meta, _META_DEPTH)
     if len(json.dumps(meta)) > _META_CHARACTERS:
