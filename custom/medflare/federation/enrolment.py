@@ -99,7 +99,7 @@ class Enrolment:
                 failed[site] = reply.problem
         if failed and all_present:
             remedy = ""
-            if len(self.inside) >= needed:
+            if len(self.inside) >= needed and not self.returning:  # resume has no such option
                 remedy = f" (with --min-sites {needed} the other sites go on)"
             raise FederationFailed(f"{join_problems(failed)}{remedy}")
         if len(self.inside) < needed:
