@@ -249,11 +249,12 @@ class _Tree:
         return no_patients.isdisjoint(chain.from_iterable(map(words, self.inner)))
 
     def mask_option(self) -> str:
-        """The option for folders that all hold an image and its mask under a few names; "" if the
+        """The option for folders that all hold a volume and its mask under a few names; "" if the
         images have other names.
         """
         names = sorted({stem(image) for image in self.below})
-        if not 1 < len(names) <= len(self.below) / 4:
+        are_volumes = all(suffix(image) in NIFTI for image in self.below)
+        if not are_volumes or not 1 < len(names) <= len(self.below) / 4:
             return ""
         return f"; if one of {', '.join(names)} is the mask of an image, give --structure NAME"
 
