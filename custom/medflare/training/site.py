@@ -70,6 +70,7 @@ class Site:
         annotation: the structures that losses and metrics are about.
         cutter: cuts patches from images, or leaves them whole (`TaskConfig.image_mode`).
         notes: remarks about the data, one line each (absent classes, images left out).
+        sampling_weights: "train" -> how the task draws its images, see `batches.sampling_weights`.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Site:
         self._resident: list[tuple[Split, Split]] = []
         self._augmentation = Augmentation(task)
         self._loss = self.annotation.loss().to(self.device)
-        self._sampling_weights = {"train": sampling_weights(task, data.train.targets)}
+        self.sampling_weights = {"train": sampling_weights(task, data.train.targets)}
 
     @property
     def n(self) -> dict[str, int]:
@@ -179,7 +180,7 @@ class Site:
         data = self._split(split)
         random = numpy_random_state(self.seed, self.name, *keys, "augment")
         samples = len(data) * self.cutter.per_image
-        weights = self._sampling_weights.get(split)
+        weights = self.sampling_weights.get(split)
         check_drawn(self.task, weights)
         orders = in_random_order(
             samples, self.batch_size, self.seed, self.name, *keys, "order", weights=weights

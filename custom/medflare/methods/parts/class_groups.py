@@ -17,7 +17,6 @@ from medflare.data.class_counts import counts_by_image
 from medflare.tasks.annotation import Annotation
 from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
-from medflare.training.batches import sampling_weights
 from medflare.training.site import Site
 
 
@@ -71,7 +70,7 @@ def class_totals(task: TaskConfig, enrolled: Mapping[str, Any]) -> Tensor:
             the site sent none, which gives zeros}.
 
     Returns:
-        (G, C) int64.
+        (G, C) int64; float32 for counts with fractions.
     """
     shape = groups_and_classes(task)
     if not enrolled["class_counts"]:
@@ -104,11 +103,12 @@ def drawn_totals(task: TaskConfig, enrolled: Mapping[str, Any]) -> Tensor:
 def totals_of_site(site: Site) -> Tensor:
     """`class_totals` at the site itself, of an epoch's images as the task's sampling draws them."""
     train = site.data.train
-    counts: Tensor = site.class_counts()
-    drawn = sampling_weights(site.task, train.targets)
-    if drawn is not None and drawn.any():
+    weights = site.sampling_weights["train"]
+    if weights is None or not weights.any():
+        counts = site.class_counts()
+    else:
         of_images = counts_by_image(train.targets, site.task).double()
-        counts = len(train) * (drawn @ of_images) / drawn.sum()
+        counts = len(train) * (weights @ of_images) / weights.sum()
     return class_totals(site.task, {"n": site.n, "class_counts": counts.tolist()})
 
 

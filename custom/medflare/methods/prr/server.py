@@ -183,7 +183,10 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
         names = [name for group in class_names(self.context.task) for name in group]
         for name, count in zip(names, totals.flatten().tolist(), strict=True):
             if count == 0:
-                reason = "is in no site's training images: the CPA loss does not weight it"
+                reason = (
+                    "is in no site's training images, or sampling does not draw it: "
+                    "the CPA loss does not weight it"
+                )
                 self.context.warn(f"class {name} {reason}")
 
     @handles(PRRSite.share_normalisation)

@@ -128,7 +128,7 @@ class APFLSite(SecondModelSite[APFLHyper]):
         """FedAvg's; α is in a group without weight decay."""
 
         def without_decay(optimizer: Optimizer) -> T:
-            (group,) = optimizer.param_groups
+            group = optimizer.param_groups[0]
             weights = group["params"]
             if purpose == "personal" and weights[0] is self._alpha and group.get("weight_decay"):
                 group["params"] = weights[1:]
