@@ -193,3 +193,10 @@ def test_metrics_are_of_the_annotated_structures() -> None:
         and undefined.undefined["dice"]
         and undefined.left_out["dice"] == 1
     )
+
+
+def test_codes_of_structures_that_are_not_annotated_do_no_harm() -> None:
+    codes = {name: {"value": "1", "meaning": name} for name in ORGANS[1:]}
+    annotation = Annotation(organs(codes=codes), ["liver"])
+    assert annotation.reduced.labels == ("background", "liver")
+    assert annotation.loss()(drawn(), torch.zeros(2, 16, 16, dtype=torch.long)).isfinite()

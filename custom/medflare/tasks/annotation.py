@@ -97,7 +97,7 @@ class Annotation:
         if self.complete:
             return self.task
         labels = tuple(self.task.labels[output] for output in self.outputs)
-        return replace(self.task, labels=labels, label_values={})
+        return replace(self.task, labels=labels, label_values={}, codes={})
 
     def logits(self, logits: Tensor) -> Tensor:
         """Logits (N, outputs, ...) of the task as logits of `reduced`."""
