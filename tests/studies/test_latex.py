@@ -58,6 +58,19 @@ def test_means_that_are_printed_alike_are_marked_alike(record: RunRecord) -> Non
     assert "0.500" in text and "textbf" not in text and "underline" not in text
 
 
+def test_an_oracle_is_not_the_best(record: RunRecord) -> None:
+    record = dataclasses.replace(record, method="fedavg")
+    oracle = dataclasses.replace(record, method="participating")
+    groups = {
+        "fedavg": row(record, (0.5, 4.0)),
+        "participating": row(oracle, (0.9, 1.0)),
+        "fedsm": row(record, (0.6, 5.0)),
+    }
+    means = latex_tables(StudyTables(groups, ["dice"])).split("\\begin{tabular}")[1]
+    assert r"participating & 0.900 \\" in means
+    assert r"fedavg & \underline{0.500} \\" in means and r"fedsm & \textbf{0.600} \\" in means
+
+
 def test_the_command_prints_latex_of_some_metrics(
     groups: dict[str, list[Results]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """The tables of a study for a paper, in LaTeX."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 
 import pandas as pd
 from pandas.io.formats.style import Styler
@@ -8,6 +9,7 @@ from pandas.io.formats.style import Styler
 from medflare.evaluation.presentation import UNDEFINED, format_metric, lower_is_better, metric_label
 from medflare.studies.differences import differences
 from medflare.studies.markdown import spread
+from medflare.studies.references import PARTICIPATING
 from medflare.studies.statistics import ALL_SITES
 from medflare.studies.tables import StudyTables
 from medflare.studies.tasks_compared import mean_ranks, task_means
@@ -22,7 +24,7 @@ def latex_tables(study: StudyTables) -> str:
     site, and one of the differences to the first row with 95 % intervals.
 
     A row is what a row of the study deploys: mean ± standard deviation over seeds. The best mean of
-    a column is bold, the second underlined.
+    a column is bold, the second underlined, except the oracle of outside sites.
     """
     means: _Columns = {}
     tables = {"means over sites": means}
@@ -67,16 +69,24 @@ def _differences(study: StudyTables) -> str:
 
 def _table(study: StudyTables, columns: _Columns) -> str:
     table = pd.DataFrame(index=list(study.groups))
+    methods = [runs[0]["method"] for runs in study.groups.values()]
+    oracles = [number for number, method in enumerate(methods) if method == PARTICIPATING]
     for heading, (metric, role, site) in columns.items():
         values = [study.series(row, role, metric, site) for row in study.groups]
-        table[heading] = _marked_means(metric, values)
+        table[heading] = _marked_means(metric, values, oracles)
     return _latex(table.style, "l" + "r" * len(columns))
 
 
-def _marked_means(metric: str, values: Sequence["pd.Series[float]"]) -> list[str]:
-    """The cells of a column: mean ± standard deviation over the seeds of each row."""
+def _marked_means(
+    metric: str, values: Sequence["pd.Series[float]"], oracles: Collection[int] = ()
+) -> list[str]:
+    """The cells of a column: mean ± standard deviation over the seeds of each row; `oracles`:
+    numbers of rows without a rank.
+    """
     texts = [spread(metric, by_seed).replace("±", r"$\pm$") for by_seed in values]
     means = [float(format_metric(metric, by_seed.mean())) for by_seed in values]
+    for number in oracles:
+        means[number] = math.nan
     return _marked(texts, means, lower_is_best=lower_is_better(metric))
 
 
