@@ -629,6 +629,22 @@ def test_a_study_gets_its_grid(
     assert "the table" in lines and "FAILED: fedavg, 2 of 3 runs: KeyError: x" in lines
 
 
+def test_figures_show_the_rows_of_the_tables(
+    study: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a grid that is the row selected on validation images."""
+    tables = object()
+    drawn = []
+    monkeypatch.setattr("medflare.studies.study.study_tables", lambda out: tables)
+    monkeypatch.setattr(
+        "medflare.cli.studies._write_figures", lambda folder, study: drawn.append(study)
+    )
+    study.answer = {"fedavg": [{"reason": None}]}
+    figures = ["--figures", str(tmp_path / "figures"), "--sites", "2", "--grid", "lr=0.1,0.2"]
+    assert main(["study", "fedavg", *figures, "--out", str(tmp_path)]) == 0
+    assert drawn == [tables]
+
+
 def test_a_study_takes_the_options_of_run(study: Engine, tmp_path: Path) -> None:
     for name in ("north", "south"):
         (tmp_path / name).mkdir()

@@ -142,7 +142,6 @@ def run_study(
     from medflare.studies.references import Setting
     from medflare.studies.report import TABLE_FILE
     from medflare.studies.suites import BESIDE_FILE, beside_the_paper, load_suite
-    from medflare.studies.tables import StudyTables
 
     methods = candidates or []
     left_out = options.names_in(leave_out)
@@ -207,7 +206,7 @@ def run_study(
         write_atomically(out / BESIDE_FILE, text.encode(), public=True)
         print(text)
     if figures is not None:
-        _write_figures(figures, StudyTables(groups))
+        _write_figures(figures, studies.study_tables(out))
     return _reported_failures(groups)
 
 
