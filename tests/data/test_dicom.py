@@ -634,6 +634,20 @@ def segment(site: Path, **masks: np.ndarray) -> None:
     (site / "seg.dcm").write_bytes(dicom_seg(site / "ct", masks, segmented()))
 
 
+def test_a_segment_has_the_value_that_means_its_label_alone(site: Path) -> None:
+    nested = {
+        "target": "multilabel",
+        "labels": ["liver", "tumour"],
+        "label_values": {"liver": [1, 2], "tumour": [1]},
+    }
+    liver, spleen = structures().values()
+    segment(site, liver=liver)
+    np.testing.assert_array_equal(mask_of(site, **nested, orientation="LPS")[0], 2 * liver)
+    segment(site, liver=liver, tumour=liver | spleen)
+    with pytest.raises(DataError, match=r"segments overlap.*leave label_values out"):
+        mask_of(site, **nested)
+
+
 @pytest.mark.parametrize("labels", [["spleen", "liver"], ["Liver", "SPLEEN"], ["a", "b"]])
 def test_masks_of_segments_follow_the_names_of_the_structures(
     labels: list[str], site: Path

@@ -20,11 +20,12 @@ import hashlib
 import json
 import logging
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,7 +66,7 @@ from medflare.tasks.allowed_transforms import TRANSFORMS
 from medflare.tasks.config import TaskConfig, draws_images
 from medflare.tasks.metrics import Images, Spacing
 
-_FORMAT = 15  # increase when the meaning of cached tensors or the checks of images change
+_FORMAT = 16  # increase when the meaning of cached tensors or the checks of images change
 _CACHED_SITES = 16  # whose decoded images one process has in memory
 _GB = 10**9
 _IN_MEMORY = _GB // 2  # of images that are otherwise decoded when they are used
@@ -174,18 +175,21 @@ class Source:
     def _single_mask(
         self, masks: np.ndarray, segments: list[tuple[str, int]], path: Path
     ) -> np.ndarray:
-        """Segments as one mask of label values: that of the label of a segment's name, or the
-        segments' numbers if no segment is named like a label.
+        """Segments as one mask of label values: that of the label of a segment's name, which means
+        the fewest other labels, or the segments' numbers if no segment is named like a label.
         """
         task = self.task
         if (masks.sum(axis=0) > 1).any():
-            raise DataError(
-                f"{path}: segments overlap, a {task.target} task has one label a voxel; "
-                "separate them, or make it multilabel"
-            )
+            problem = f"a {task.target} task has one label a voxel"
+            remedy = "make it multilabel"
+            if task.target == "multilabel":
+                problem = "with label_values a voxel has one value"
+                remedy = "leave label_values out"
+            raise DataError(f"{path}: segments overlap, {problem}; separate them, or {remedy}")
         value_of = {}
+        labels_of = Counter(chain.from_iterable(map(set, stored_values(task))))
         for label, stored in zip(task.labels, stored_values(task), strict=True):
-            value_of[plain_name(label)] = stored[0]
+            value_of[plain_name(label)] = min(stored, key=labels_of.__getitem__)
         values = []
         unnamed = set()
         for label, number in segments:
