@@ -75,6 +75,9 @@ def test_a_line_for_every_row(groups: dict[str, list[Results]]) -> None:
     without = StudyTables({"fedsm": groups["fedsm"]})
     value, source = default_target(without)
     assert value == pytest.approx(0.57) and source == "95% of fedsm"
+    oracle = [{**run, "method": "participating"} for run in groups["fedsm"]]
+    _, source = default_target(StudyTables({"participating": oracle, "fedsm": groups["fedsm"]}))
+    assert source == "95% of fedsm", "no method has to reach an oracle"
     assert pd.isna(summary_table(without, 0.7)["rounds_to_dice_0.700 (set)"][0])
 
 

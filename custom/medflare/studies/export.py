@@ -71,12 +71,12 @@ def summary_table(study: StudyTables, target: float | None = None) -> pd.DataFra
 
 
 def default_target(study: StudyTables) -> tuple[float | None, str]:
-    """95 % of the final validation metric of FedAvg, or without FedAvg of the best row, and what it
-    is; None without curves.
+    """95 % of the final validation metric of FedAvg, or without FedAvg of the best row but the
+    oracle, and what it is; None without curves.
     """
     finals = {}
-    for row, runs in study.groups.items():
-        curve = curve_of(runs, "deployed")
+    for row in study.compared:
+        curve = curve_of(study.groups[row], "deployed")
         if curve:
             finals[row] = curve[max(curve)]
     if not finals:
