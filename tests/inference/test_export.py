@@ -230,6 +230,15 @@ def test_a_bundle_predicts_as_medflare_does(
         assert (np.asarray(Image.open(file)) == expected).mean() > (0.97 if coloured else 0.999)
 
 
+def test_an_undecided_pixel_is_background_in_a_bundle_too() -> None:
+    from monai.transforms import AsDiscrete
+
+    step = inference_config(SEGMENTATION, {})["postprocessing"]["transforms"][0]
+    half = torch.tensor(0.5)
+    values = torch.stack([half, half.nextafter(torch.tensor(1.0))])
+    assert AsDiscrete(threshold=step["threshold"])(values).tolist() == [0, 1]
+
+
 def test_a_bundle_of_a_classifier_writes_a_table(
     untrained: Models, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,6 +163,7 @@ def inference_config(task: TaskConfig, network: Any) -> JsonDict:
 
 def _write_masks(task: TaskConfig) -> list[Any]:
     """The steps that write probabilities as a file with a mask."""
+    # MONAI includes the threshold, which is the float32 after 0.5: medflare does not.
     discrete = _TEMPLATE["argmax" if task.target == "multiclass" else "threshold"]
     save = _TEMPLATE["save"]
     if task.spatial_dims == 3:
