@@ -200,3 +200,27 @@ def test_codes_of_structures_that_are_not_annotated_do_no_harm() -> None:
     annotation = Annotation(organs(codes=codes), ["liver"])
     assert annotation.reduced.labels == ("background", "liver")
     assert annotation.loss()(drawn(), torch.zeros(2, 16, 16, dtype=torch.long)).isfinite()
+
+
+@pytest.mark.parametrize("name", ["DiceLoss", "FocalLoss", "DiceFocalLoss"])
+def test_the_weight_of_the_only_annotated_structure_counts(name: str) -> None:
+    logits = drawn(2).float()
+    targets = (drawn(2) > 0).float()
+
+    def value(weight: list[float], **changes: Any) -> float:
+        task = organs(loss={"name": name, "weight": weight}, **changes)
+        return Annotation(task, ["liver"]).loss()(logits, targets).item()
+
+    labels = {"target": "multilabel", "labels": ["liver", "spleen"]}
+    assert value([5, 1], **labels) == pytest.approx(5 * value([1, 1], **labels))
+
+
+def test_the_weight_of_the_only_class_beside_the_background_counts() -> None:
+    logits = drawn().float()
+    targets = torch.arange(512).remainder(2).reshape(2, 16, 16)
+
+    def value(*weight: float) -> float:
+        loss = {"name": "DiceLoss", "include_background": False, "weight": list(weight)}
+        return Annotation(organs(loss=loss), ["liver"]).loss()(logits, targets).item()
+
+    assert value(5, 1, 1) == pytest.approx(5 * value(1, 1, 1))

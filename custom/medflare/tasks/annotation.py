@@ -15,6 +15,13 @@ from medflare.tasks.losses import build_loss
 
 # Arguments of losses, ours and MONAI's, with a number for every class.
 _PER_CLASS = ("weights", "weight", "dist_matrix")
+# Loss -> its weights, which for one class would only scale it, and are refused or ignored there.
+_SCALES = {
+    "focal": "weights",
+    "DiceLoss": "weight",
+    "DiceFocalLoss": "weight",
+    "FocalLoss": "weight",
+}
 
 
 def marginal_logits(logits: Tensor, kept: Sequence[int]) -> Tensor:
@@ -134,10 +141,10 @@ class Annotation:
             return _NoLoss()
         settings = _for_outputs(dict(spec or self.task.loss), self)
         scale = 1.0
-        has_weights = settings.get("weights") is not None
-        if settings["name"] == "focal" and len(self.outputs) == 1 and has_weights:
-            # For one output that loss accepts no weights, which would only scale it.
-            (scale,) = settings.pop("weights")
+        argument = _SCALES.get(settings["name"], "")
+        weights = settings.get(argument)
+        if isinstance(weights, list | tuple) and len(weights) == 1:
+            (scale,) = settings.pop(argument)
         return _Marginal(self, build_loss(self.reduced, settings), scale)
 
 
