@@ -1,9 +1,11 @@
 """What tests of this room share."""
 
+import asyncio
 import json
 import shutil
 import subprocess
 import sys
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +15,14 @@ from nvflare.apis.impl.job_def_manager import SimpleJobDefManager
 from nvflare.app_common.job_schedulers.job_scheduler import DefaultJobScheduler
 from nvflare.app_common.logging.job_log_receiver import JobLogReceiver
 from nvflare.app_common.np.np_downloader import ArrayConsumer
+from nvflare.app_common.storages import filesystem_storage
 from nvflare.app_common.streamers import file_streamer
 from nvflare.fuel.f3.cellnet import cell
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.f3.cellnet.net_manager import NetManager
+from nvflare.fuel.f3.drivers import aio_http_driver, socket_conn
+from nvflare.fuel.f3.drivers.socket_conn import ConnectionHandler
+from nvflare.fuel.f3.drivers.tcp_driver import TcpStreamServer
 from nvflare.fuel.f3.sfm.conn_manager import ConnManager
 from nvflare.fuel.f3.streaming import byte_receiver
 from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
@@ -36,7 +42,7 @@ from nvflare.private.fed.server.server_runner import ServerRunner
 
 from medflare.cli.startup_kit import template
 from medflare.flare.jobs.building import build_job
-from medflare.flare.other_parties import jobs, limits, senders
+from medflare.flare.other_parties import connections, jobs, limits, senders
 
 # What `other_parties` changes of FLARE in the processes of a party, as it is without.
 _CHANGED = {
@@ -44,9 +50,22 @@ _CHANGED = {
     byte_receiver: ("MAX_COMPLETED_TASK_TTL",),
     byte_receiver.RxTask: ("find_or_create_task",),
     CoreCell: ("_add_adhoc_connector", "_process_received_msg"),
-    ConnManager: ("update_endpoint",),
+    ConnManager: (
+        "update_endpoint",
+        "handle_new_connection",
+        "get_dict_payload",
+        "process_frame",
+        "process_frame_task",
+    ),
+    TcpStreamServer: ("__init__",),
+    ConnectionHandler: ("handle",),
+    SSLProtocol: ("connection_made", "connection_lost", "_on_handshake_complete"),
+    asyncio.constants: ("SSL_HANDSHAKE_TIMEOUT",),
+    aio_http_driver: ("MAX_FRAME_SIZE",),
+    socket_conn: ("MAX_FRAME_SIZE",),
+    filesystem_storage: ("get_all_file_paths",),
     DefaultJobScheduler: ("_do_schedule_job",),
-    JobMetaValidator: ("_validate_zf",),
+    JobMetaValidator: ("validate", "_validate_zf"),
     JobRunner: ("run", "_job_complete_process"),
     SimpleJobDefManager: ("create",),
     NetManager: ("get_spec",),
@@ -76,7 +95,7 @@ def unchanged_flare() -> Iterator[None]:
     yield
     for owner, name, original in _ORIGINALS:
         setattr(owner, name, original)
-    for module in (jobs, limits, senders):
+    for module in (connections, jobs, limits, senders):
         for change in vars(module).values():
             if hasattr(change, "cache_clear"):
                 change.cache_clear()

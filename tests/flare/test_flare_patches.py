@@ -118,7 +118,12 @@ from medflare.flare.flare_patches import (
     share_cleanup_thread,
     survive_resends,
 )
-from medflare.flare.other_parties import limits, senders
+from medflare.flare.other_parties import connections, limits, senders
+from medflare.flare.other_parties.connections import (
+    bound_connections,
+    bound_handshakes,
+    bound_waiting_frames,
+)
 from medflare.flare.other_parties.jobs import (
     archive_whole_jobs,
     audit_line_by_line,
@@ -129,13 +134,10 @@ from medflare.flare.other_parties.jobs import (
 )
 from medflare.flare.other_parties.limits import (
     bound_arrays,
-    bound_connections,
     bound_files,
-    bound_handshakes,
     bound_messages,
     bound_metadata,
     bound_streams,
-    bound_waiting_frames,
     keep_downloads_inside,
 )
 from medflare.flare.other_parties.senders import (
@@ -694,7 +696,7 @@ def test_a_frame_is_bounded_when_it_is_inflated(monkeypatch: pytest.MonkeyPatch)
     """FLARE inflates 2 MB to 2 GB for anyone with a certificate, before it looks at them."""
     monkeypatch.setattr(aio_http_driver, "MAX_FRAME_SIZE", aio_http_driver.MAX_FRAME_SIZE)
     monkeypatch.setattr(ConnManager, "handle_new_connection", None)
-    monkeypatch.setattr(limits, "_FRAME_BYTES", 100_000)
+    monkeypatch.setattr(connections, "_FRAME_BYTES", 100_000)
     bound_connections.__wrapped__()
     seen: list[Any] = []
 
@@ -735,7 +737,7 @@ def test_an_endpoint_says_its_name_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_party_has_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
     monkeypatch.setattr(ConnManager, "handle_new_connection", lambda *words: opened.append(words))
-    monkeypatch.setattr(limits, "_CONNECTIONS", 2)
+    monkeypatch.setattr(connections, "_CONNECTIONS", 2)
     bound_connections.__wrapped__()
     manager = ConnManager.__new__(ConnManager)
 
@@ -743,10 +745,9 @@ def test_a_party_has_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
         named = {DriverParams.PEER_CN.value: party} if party else {}
         return MagicMock(get_conn_properties=lambda: named)
 
-    connections = [connection_of(party) for party in ("site-1", "site-2", "site-1", None, None)]
-    manager.sfm_conns = {
-        number: SimpleNamespace(conn=connection) for number, connection in enumerate(connections)
-    }
+    manager.sfm_conns = {}
+    for number, party in enumerate(("site-1", "site-2", "site-1", None, None)):
+        manager.sfm_conns[number] = SimpleNamespace(conn=connection_of(party))
     for party, is_opened in (("site-1", False), ("site-2", True), (None, True)):
         connection = connection_of(party)
         manager.handle_new_connection(connection)
@@ -769,7 +770,7 @@ def test_few_frames_of_a_party_wait(
     waiting: list[Any] = []
     monkeypatch.setattr(ConnManager, "process_frame", lambda *words: waiting.append(words))
     monkeypatch.setattr(ConnManager, "process_frame_task", lambda *words: None)
-    monkeypatch.setattr(limits, "_WAITING", 12)
+    monkeypatch.setattr(connections, "_WAITING", 12)
     bound_waiting_frames.__wrapped__()
     manager = ConnManager.__new__(ConnManager)
     manager.local_endpoint = Endpoint("server")
@@ -831,7 +832,7 @@ def patched_handshakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.S
     monkeypatch.setattr(
         ConnectionHandler, "handle", lambda handler: handler.request.sendall(b"heard")
     )
-    monkeypatch.setattr(limits, "_HANDSHAKES", 3)
+    monkeypatch.setattr(connections, "_HANDSHAKES", 3)
     bound_handshakes.__wrapped__()
     return context
 
@@ -852,7 +853,7 @@ def test_a_silent_connection_keeps_no_other_out(monkeypatch: pytest.MonkeyPatch)
     silent = [socket.create_connection(address, 5) for _ in range(4)]
     assert hears(address)
     assert silent[0].recv(5) == b""  # the oldest of too many
-    monkeypatch.setattr(limits, "_HANDSHAKE_TIMEOUT", 0.1)
+    monkeypatch.setattr(connections, "_HANDSHAKE_TIMEOUT", 0.1)
     silent.append(socket.create_connection(address, 5))
     assert silent[-1].recv(5) == b""
     for connection in silent:

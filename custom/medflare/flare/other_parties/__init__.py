@@ -1,6 +1,6 @@
 """Changes to FLARE 2.9's internals that bound what other parties can do: see docs/flare.md."""
 
-from medflare.flare.other_parties import jobs, limits, senders
+from medflare.flare.other_parties import connections, jobs, limits, senders
 
 
 def protect_from_other_parties() -> None:
@@ -17,9 +17,9 @@ def protect_from_other_parties() -> None:
     jobs.survive_messages()
     jobs.schedule_each_job_alone()
     jobs.archive_whole_jobs()
-    limits.bound_handshakes()
-    limits.bound_connections()
-    limits.bound_waiting_frames()
+    connections.bound_handshakes()
+    connections.bound_connections()
+    connections.bound_waiting_frames()
     limits.bound_messages()
     limits.bound_streams()
     limits.bound_arrays()
