@@ -56,7 +56,7 @@ def check_counted(task: TaskConfig, remedy: str = "") -> None:
     """
     if task.target == "multilabel" and task.image_mode == "patch":
         raise ConfigError(
-            f"task {task.name}: pixels without a label are not counted in patches; "
+            f"task {task.name}: pixels without a label are not counted in multilabel patches; "
             f"set {remedy}image_mode 'resize'"
         )
 
