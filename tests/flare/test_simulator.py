@@ -169,7 +169,7 @@ def test_the_sites_of_a_simulator_listen_where_no_other_account_can(
         process = psutil.Process(site.pid)
         assert not process.net_connections("inet")
         paths = {files.laddr for files in process.net_connections("unix") if files.laddr}
-        assert paths == {str(Path(folder, "socket"))}
+        assert paths <= {str(Path(folder, "socket"))}  # closed once it is connected
         assert eventually(lambda: not Path(folder).exists())
     finally:
         site.kill()
