@@ -83,7 +83,8 @@ def test_one_of_every_group_runs(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(extensions.PACKAGES_VARIABLE, LAB)
-    monkeypatch.setattr(trial, "_problem", lambda *arguments: "")  # which a test below runs
+    # A test below runs it.
+    monkeypatch.setattr(trial, "_problem", lambda *arguments: ("", ""))
     task = PLAIN
     for change in CHANGES.values():
         task = {**task, **change}

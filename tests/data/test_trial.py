@@ -92,4 +92,4 @@ def test_a_trial_imports_nothing_from_the_working_directory(
         (tmp_path / f"{name}.py").write_text("raise SystemExit(7)")
     monkeypatch.chdir(tmp_path)
     task = json.dumps(load_task("phantom").to_dict())
-    assert trial._problem(task, "", 4.0, 60) == ""
+    assert trial._problem(task, "", 4.0, 60) == ("", "")

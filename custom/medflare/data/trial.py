@@ -66,13 +66,13 @@ def try_task(task: TaskConfig, memory: float, location: str, setting: str = "") 
     if foreign_module(task.network):
         imported(task.network["name"])
     content = json.dumps(task.to_dict(), sort_keys=True)
-    problem = _problem(content, ",".join(trusted()), memory, _SECONDS)
-    if problem:
-        if setting and problem.endswith(_SMALLER):
-            problem += f", or raise {setting} where it needs more than {memory:.3g} GiB"
-        raise ConfigError(
-            f"{location}: {problem} (tried on one image of {format_shape(task.size)})"
-        )
+    problem, remedy = _problem(content, ",".join(trusted()), memory, _SECONDS)
+    if not problem:
+        return
+    if remedy and setting:
+        remedy += f", or raise {setting} where it needs more than {memory:.3g} GiB"
+    text = f"{location}: {problem} (tried on one image of {format_shape(task.size)})"
+    raise ConfigError(f"{text}; {remedy}" if remedy else text)
 
 
 def builds_quickly(spec: NetworkSpec) -> bool:
@@ -108,8 +108,10 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 @cache
-def _problem(task: str, packages: str, memory: float, seconds: int) -> str:
-    """The network, the loss or the transform that failed, and why; "" if none did."""
+def _problem(task: str, packages: str, memory: float, seconds: int) -> tuple[str, str]:
+    """The network, the loss or the transform that failed, and why, and what to do if it needs too
+    much; "" for none.
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -128,16 +130,16 @@ def _problem(task: str, packages: str, memory: float, seconds: int) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"network and transforms: more than {_START + seconds} s; {_SMALLER}"
+        return f"network and transforms: more than {_START + seconds} s", _SMALLER
     if ended.returncode == 0:
-        return ""
+        return "", ""
     tried = (ended.stdout or "network and transforms").splitlines()[-1]
     if ended.returncode == -signal.SIGPROF:
-        return f"{tried}: more than {seconds} s of computing; {_SMALLER}"
+        return f"{tried}: more than {seconds} s of computing", _SMALLER
     last_line = ended.stderr.strip().rpartition("\n")[2]
     if ended.returncode == _REFUSED and "memory" not in last_line:
-        return last_line
-    return f"{tried}: exit status {ended.returncode}, {last_line:.200}; {_SMALLER}"
+        return last_line, ""
+    return f"{tried}: exit status {ended.returncode}, {last_line:.200}", _SMALLER
 
 
 def main(memory: float, seconds: int) -> None:
