@@ -36,15 +36,16 @@ _LOG = logging.getLogger(__name__)
 def bound_handshakes() -> None:
     """Have FLARE bound the number and the time of unfinished TLS handshakes, and wait for each in
     its own thread, in this process: it accepts connections of a party's own processes one by one,
-    so that any account of the machine keeps them out by silence; and who reaches the server, even
-    without a certificate, has it open files until there are no more.
+    so that an idle connection of any account of the machine keeps them out; and who reaches the
+    server, even without a certificate, has it open files until there are no more.
     """
     make = TcpStreamServer.__init__
     handle = ConnectionHandler.handle
     connect = SSLProtocol.connection_made
     complete = SSLProtocol._on_handshake_complete
     lose = SSLProtocol.connection_lost
-    of_threads, of_loop = Handshakes(), Handshakes()
+    of_threads = Handshakes()
+    of_loop = Handshakes()
 
     def made(server: TcpStreamServer, *words: Any) -> None:
         make(server, *words)
@@ -103,12 +104,10 @@ def bound_connections() -> None:
         return {HandshakeKeys.ENDPOINT_NAME: values[HandshakeKeys.ENDPOINT_NAME]}
 
     def opened(manager: ConnManager, connection: Any) -> None:
-        party = connection.get_conn_properties().get(DriverParams.PEER_CN.value)
-        count = 0
-        for other in list(manager.sfm_conns.values()):
-            count += other.conn.get_conn_properties().get(DriverParams.PEER_CN.value) == party
-        if party and count >= _CONNECTIONS:
-            _LOG.warning(printable(f"refused: {party} has {count} connections"))
+        party = _certified_name(connection)
+        names = [_certified_name(other.conn) for other in list(manager.sfm_conns.values())]
+        if party and names.count(party) >= _CONNECTIONS:
+            _LOG.warning(printable(f"refused: {party} has {_CONNECTIONS} connections"))
             connection.close()
             return
         open_connection(manager, connection)
@@ -136,7 +135,8 @@ def bound_waiting_frames() -> None:
             return
         with lock:
             is_taken = waiting[party] < _WAITING
-            waiting[party] += is_taken * _weight(frame)
+            if is_taken:
+                waiting[party] += _weight(frame)
         if is_taken:
             add(manager, connection, frame)
         elif not connection.conn.closing:
@@ -160,13 +160,19 @@ def _weight(frame: Any) -> int:
     return 1 + len(frame) // _BYTES_OF_WEIGHT
 
 
+def _certified_name(connection: Any) -> str | None:
+    """The name in the certificate at the other end; None without TLS."""
+    name: str | None = connection.get_conn_properties().get(DriverParams.PEER_CN.value)
+    return name
+
+
 def _connected_party(manager: ConnManager, connection: Any) -> str | None:
     """The other party that has connected to this process; None if it is this party's own process,
     or this process has connected to it, as a site to the server.
     """
     if connection.conn.connector.mode != Mode.PASSIVE:
         return None
-    party = connection.conn.get_conn_properties().get(DriverParams.PEER_CN.value)
+    party = _certified_name(connection.conn)
     here = manager.identity_resolver.resolve(manager.local_endpoint.name)
     return None if party == here else party
 
