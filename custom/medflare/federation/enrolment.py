@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
 from medflare.core.numbers import fractions
@@ -37,6 +40,7 @@ from medflare.methods.base import ServerContext, Step
 from medflare.methods.method import Method
 from medflare.methods.parts.measured import N_SAMPLES
 from medflare.tasks.config import TaskConfig
+from medflare.training.batches import drawn_counts
 
 _COMPARED = ("torch", "monai")  # by a warning alone
 
@@ -312,27 +316,26 @@ def reported_class_shares(enrolled: Mapping[str, Json], task: TaskConfig) -> lis
     does not send its counts.
     """
     counts = [meta[CLASS_COUNTS.name] for meta in enrolled.values() if meta[ROLE.name] == "inside"]
-    learnt = [_learnt(of_site, task) for of_site in counts]
-    totals = [sum(of_class) for of_class in zip(*learnt, strict=False)]
-    if not all(counts) or not sum(totals):
+    if not all(counts):
+        return None
+    learnt = [_learnt_counts(task, of_site).tolist() for of_site in counts]
+    totals = [sum(of_class) for of_class in zip(*learnt, strict=True)]
+    if not sum(totals):
         return None
     return [round(total / sum(totals), 3) for total in totals]
 
 
-def _learnt(counts: Sequence[int], task: TaskConfig) -> list[float]:
-    """A site's images divided by how much each class counts in its training, see
-    `training.batches.sampling_weights`; of losses the cross entropy alone has such weights.
+def _learnt_counts(task: TaskConfig, counts: Sequence[int]) -> Tensor:
+    """A site's images divided by how much each class counts in its training, float64 (C,): by
+    sampling and, as the cross entropy alone has such, by weights of the loss.
     """
-    weights = [float(count) for count in counts]
-    if task.sampling.name != "shuffle":
-        factors = task.sampling.weights or [1.0] * len(counts)
-        weights = [factor * (count > 0) for factor, count in zip(factors, counts, strict=False)]
-    of_loss = task.loss.get("weights") if task.loss["name"] == "ce" else None
-    if of_loss:
-        of_classes = [1.0, *of_loss] if task.target == "binary" else of_loss
-        weights = [one * other for one, other in zip(weights, of_classes, strict=False)]
-    total = sum(weights) or 1.0
-    return [sum(counts) * weight / total for weight in weights]
+    drawn = drawn_counts(task, counts)
+    weights = task.loss.get("weights") if task.loss["name"] == "ce" else None
+    if not weights:
+        return drawn
+    of_classes = [1.0, *weights] if task.target == "binary" else weights
+    weighted = drawn * torch.tensor(of_classes, dtype=torch.float64)
+    return drawn.sum() * weighted / weighted.sum().clamp(min=1e-12)
 
 
 def versions_here(identity: Json, task: TaskConfig) -> dict[str, str]:

@@ -87,6 +87,27 @@ def sampling_weights(task: TaskConfig, targets: Images) -> Tensor | None:
     return members @ (weights / members.sum(dim=0).clamp(min=1))
 
 
+def drawn_counts(task: TaskConfig, counts: Sequence[int]) -> Tensor:
+    """Images of each class as the task's sampling draws them in an epoch, float64 (C,).
+
+    Args:
+        counts: a site's images of each class (C,); each image has one class.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> sampling = SimpleNamespace(name="balanced", weights=[])
+        >>> drawn_counts(SimpleNamespace(sampling=sampling), [9, 3, 0]).tolist()
+        [6.0, 6.0, 0.0]
+    """
+    images = torch.tensor(counts, dtype=torch.float64)
+    if task.sampling.name == "shuffle":
+        return images
+    drawn = (images > 0).double()
+    if task.sampling.weights:
+        drawn *= torch.tensor(task.sampling.weights, dtype=torch.float64)
+    return images.sum() * drawn / drawn.sum().clamp(min=1e-12)
+
+
 def check_drawn(task: TaskConfig, weights: Tensor | None) -> None:
     """Raise ConfigError if no image is drawn, since all groups that have images have weight 0.
 

@@ -17,6 +17,7 @@ from medflare.data.class_counts import counts_by_image
 from medflare.tasks.annotation import Annotation
 from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
+from medflare.training.batches import drawn_counts
 from medflare.training.site import Site
 
 
@@ -90,14 +91,10 @@ def drawn_totals(task: TaskConfig, enrolled: Mapping[str, Any]) -> Tensor:
     They are those of all images where the draws do not follow from the counts: in segmentation, and
     with several labels of an image.
     """
-    totals = class_totals(task, enrolled).double()
-    alone = task.kind == "classification" and task.target != "multilabel"
-    if task.sampling.name == "shuffle" or not alone:
-        return totals
-    drawn = (totals > 0).double()
-    if task.sampling.weights:
-        drawn *= torch.tensor(task.sampling.weights, dtype=torch.float64)
-    return totals.sum() * drawn / drawn.sum().clamp(min=1e-12)
+    totals = class_totals(task, enrolled)
+    if task.kind == "segmentation" or task.target == "multilabel":
+        return totals.double()
+    return drawn_counts(task, totals.flatten().tolist()).reshape(totals.shape)
 
 
 def totals_of_site(site: Site) -> Tensor:
